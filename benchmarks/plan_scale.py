@@ -29,7 +29,7 @@ import msgspec
 from benchmarks.curves import lines
 from verl_slurm.config.schema import CheckpointConfig
 from verl_slurm.plan.inputs import schedule_of
-from verl_slurm.plan.simulate import Model, random_strikes, simulate
+from verl_slurm.plan.simulate import RunModel, random_strikes, simulate
 
 _DAY_S = 86400.0
 _NODE_BYTES = 10e9
@@ -37,7 +37,7 @@ _SIZES = [2**power for power in range(13)]
 _INTERVALS = (1, 2, 3, 5, 8, 12, 20, 30)
 _SEEDS = 12
 _BENT = 0.9
-_RUN = Model(
+_RUN = RunModel(
     steps=1000,
     step_s=240.0,
     sampling_share=0.5,
@@ -55,12 +55,12 @@ _RUN = Model(
 )
 
 
-def goodput(model: Model) -> float:
+def goodput(model: RunModel) -> float:
     """Returns the mean goodput at the best interval."""
     return max(_mean(model, every) for every in _INTERVALS)
 
 
-def _mean(model: Model, every: int) -> float:
+def _mean(model: RunModel, every: int) -> float:
     schedule = schedule_of(CheckpointConfig(every_steps=every, runtime_every_steps=every), model)
     found = []
     for seed in range(_SEEDS):
@@ -70,7 +70,7 @@ def _mean(model: Model, every: int) -> float:
     return fmean(found)
 
 
-def _saving(model: Model, bytes_per_s: float, runs: int = 1) -> Model:
+def _saving(model: RunModel, bytes_per_s: float, runs: int = 1) -> RunModel:
     seconds = _NODE_BYTES * model.nodes * runs / bytes_per_s
     alone = seconds / runs
     return msgspec.structs.replace(
@@ -85,7 +85,7 @@ def _saving(model: Model, bytes_per_s: float, runs: int = 1) -> Model:
     )
 
 
-def failing(nodes: int, per_thousand: float, *, spares: bool) -> Model:
+def failing(nodes: int, per_thousand: float, *, spares: bool) -> RunModel:
     """Of one run whose storage is no limit."""
     model = msgspec.structs.replace(
         _RUN,
@@ -96,16 +96,16 @@ def failing(nodes: int, per_thousand: float, *, spares: bool) -> Model:
     return _saving(model, 1e9 * nodes)
 
 
-def stored(nodes: int, gb_per_s: float) -> Model:
+def stored(nodes: int, gb_per_s: float) -> RunModel:
     return _saving(failing(nodes, 6.5, spares=True), gb_per_s * 1e9)
 
 
-def storming(runs: int, gb_per_s: float) -> Model:
+def storming(runs: int, gb_per_s: float) -> RunModel:
     model = msgspec.structs.replace(_RUN, nodes=8, warning_s=60.0, notices_per_s=2.0 / _DAY_S)
     return _saving(model, gb_per_s * 1e9, runs)
 
 
-_QUESTIONS: dict[str, tuple[str, str, dict[str, Callable[[int], Model]]]] = {
+_QUESTIONS: dict[str, tuple[str, str, dict[str, Callable[[int], RunModel]]]] = {
     "failures": (
         "Goodput as nodes fail",
         "nodes that train, as a power of two",

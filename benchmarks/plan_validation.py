@@ -44,8 +44,8 @@ from verl_slurm.journal import events as ev
 from verl_slurm.journal.files import parse_event, read_events, to_json
 from verl_slurm.journal.history import History
 from verl_slurm.plan.calibrate import happened, measure, strikes_again
-from verl_slurm.plan.inputs import Known, cadence_of, complete, model_of, schedule_of
-from verl_slurm.plan.simulate import Model, simulate
+from verl_slurm.plan.inputs import KnownValue, cadence_of, complete, model_of, schedule_of
+from verl_slurm.plan.simulate import RunModel, simulate
 from verl_slurm.wire.environment import RUN_VARIABLE
 
 _ROOT = Path(__file__).parents[1]
@@ -180,7 +180,9 @@ def read(name: str, kept: Path) -> tuple[History, list[dict[str, float]]]:
     return history, rows
 
 
-def compare(name: str, kept: Path, changed: Callable[[Model], dict[str, Any]] = lambda model: {}) -> Compared:
+def compare(
+    name: str, kept: Path, changed: Callable[[RunModel], dict[str, Any]] = lambda model: {}
+) -> Compared:
     """Predicts one run from the journal of a calibration, its own settings and its own interruptions.
 
     Args:
@@ -190,7 +192,7 @@ def compare(name: str, kept: Path, changed: Callable[[Model], dict[str, Any]] = 
     config = load(scenario.config, scenario.overrides)
     known = measure(*read(scenario.calibration, kept), config.checkpoint.expected_mtbi_h)
     # Of a guest the configuration does not tell it.
-    known["steps"] = Known(float(scenario.steps), "given")
+    known["steps"] = KnownValue(float(scenario.steps), "given")
     model = model_of(complete(known, config), config)
     model = msgspec.structs.replace(model, **changed(model))
     history, rows = read(name, kept)

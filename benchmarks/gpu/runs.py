@@ -31,7 +31,7 @@ from verl_slurm.save.ranks.compare import compare
 from verl_slurm.trainer.setup import build_loop
 from verl_slurm.trainer.state.position import StepShape
 from verl_slurm.wire.client import NoDaemon
-from verl_slurm.wire.messages import FromRank, Progress, Saved, SaveRequest, Stopped
+from verl_slurm.wire.messages import FromRank, Progress, RankSaved, SaveRequest, Stopped
 
 _STEPS = 4
 Precision = Literal["none", "bfloat16"]
@@ -44,7 +44,7 @@ class Line(NoDaemon):
 
     stop_at: int | None = None
     rows: list[dict[str, float]] = field(default_factory=list)
-    saved: list[Saved] = field(default_factory=list)
+    saved: list[RankSaved] = field(default_factory=list)
     first_poll: float = 0.0
     asked: float = 0.0
     stopped: float = 0.0
@@ -53,7 +53,7 @@ class Line(NoDaemon):
     def send(self, message: FromRank) -> None:
         if isinstance(message, Progress) and "step_s" in message.metrics:
             self.rows.append(message.metrics)
-        elif isinstance(message, Saved):
+        elif isinstance(message, RankSaved):
             self.saved.append(message)
         elif isinstance(message, Stopped):
             self.stopped = time.perf_counter()

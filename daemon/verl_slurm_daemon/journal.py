@@ -18,7 +18,7 @@ from verl_slurm.base.fence import read_epoch
 from verl_slurm.base.files import write_file
 from verl_slurm.base.one_line import json_line
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.journal.events import Event, Fenced, kind_of
+from verl_slurm.journal.events import AttemptFenced, Event, kind_of
 from verl_slurm.journal.files import append_event, now, to_json
 from verl_slurm.journal.status import Status
 
@@ -61,7 +61,7 @@ class Journal:
 
         # The journal is the newer attempt's. What its former owner still has to say is in its own log.
         def append() -> bool:
-            if not isinstance(event, Fenced) and self.epoch and self._is_closed():
+            if not isinstance(event, AttemptFenced) and self.epoch and self._is_closed():
                 return False
             append_event(self.paths, event)
             return True

@@ -8,8 +8,8 @@ from hypothesis import given, strategies as st
 
 from verl_slurm.checkpoint.decide.cadence import (
     Costs,
-    Due,
     Interval,
+    SaveDue,
     daly_interval_s,
     decide,
     is_partial_due,
@@ -223,7 +223,7 @@ def test_continuous_keeps_to_its_shortest_and_its_longest_interval() -> None:
 
 def test_a_partial_save_gives_way_to_a_full_one() -> None:
     checkpoint = config("fixed", components=("actor",), partial_every_steps=5)
-    no, full = Due(save=False, reason=""), Due(save=True, reason="")
+    no, full = SaveDue(save=False, reason=""), SaveDue(save=True, reason="")
     assert [is_partial_due(checkpoint, step=step, full=no).save for step in (0, 4, 5, 10)] == [
         False,
         False,

@@ -81,7 +81,7 @@ def test_the_line_at_the_bottom_fits_the_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "20")
-    bottom = render.Progress()
+    bottom = render.BottomLine()
     monkeypatch.setattr(bottom, "_tty", True)
     bottom.show(1, "x" * 50)
     assert capsys.readouterr().out.count("x") == 19

@@ -57,7 +57,7 @@ def test_a_requeue_that_got_no_answer_is_asked_for_again(
             "slurmctld does not answer", "unconfirmed: Restarts did not rise", REQUEUED
         )
         effects, posted = effects_of(tmp_path, allocation)
-        effects.perform(act.Requeue())
+        effects.perform(act.AskRequeue())
         return await posted.get()
 
     assert asyncio.run(story()) == REQUEUED
@@ -68,19 +68,19 @@ def test_a_requeue_that_got_no_answer_is_asked_for_again(
 def test_a_node_to_avoid_is_named_once_the_requeue_is_taken_and_remembered_for_the_next(
     tmp_path: Path,
 ) -> None:
-    async def story(allocation: ScriptedAllocation, action: act.Requeue) -> None:
+    async def story(allocation: ScriptedAllocation, action: act.AskRequeue) -> None:
         effects, posted = effects_of(tmp_path, allocation)
         effects.perform(action)
         await posted.get()
 
     allocation = ScriptedAllocation(REQUEUED, REQUEUED, inputs.RequeueAnswered(ExitCode.REQUEUE_FAILED, "no"))
-    asyncio.run(story(allocation, act.Requeue()))
+    asyncio.run(story(allocation, act.AskRequeue()))
     assert allocation.avoided == []  # a run that never had such a node asks Slurm nothing more
-    asyncio.run(story(allocation, act.Requeue(("n2",))))
-    asyncio.run(story(allocation, act.Requeue(("n3",))))  # refused: there is no next start
+    asyncio.run(story(allocation, act.AskRequeue(("n2",))))
+    asyncio.run(story(allocation, act.AskRequeue(("n3",))))  # refused: there is no next start
     assert allocation.avoided == [("n2",)]
     allocation.answers = [REQUEUED]
-    asyncio.run(story(allocation, act.Requeue()))
+    asyncio.run(story(allocation, act.AskRequeue()))
     assert allocation.avoided[-1] == ("n2",)
 
 
@@ -93,7 +93,7 @@ def test_a_node_that_another_run_of_the_user_left_is_avoided_at_the_next_requeue
 
     async def story() -> None:
         effects, posted = effects_of(tmp_path, allocation)
-        effects.perform(act.Requeue(("n2",)))
+        effects.perform(act.AskRequeue(("n2",)))
         await posted.get()
 
     asyncio.run(story())
@@ -149,7 +149,7 @@ def test_storage_that_fails_before_the_step_is_neither_a_crash_nor_the_end_of_th
         return await posted.get(), effects.exit
 
     detail = "the step was not started: [Errno 5] Input/output error"
-    assert asyncio.run(story()) == (inputs.StartFailed(detail), None)
+    assert asyncio.run(story()) == (inputs.StartHindered(detail), None)
 
 
 @pytest.mark.scenario("FLT-A")
@@ -186,7 +186,7 @@ def test_a_save_that_storage_does_not_give_back_is_read_again(
         effects.perform(act.Verify("step_000001"))
         return await posted.get()
 
-    assert asyncio.run(story()) == inputs.Verified("step_000001", True, "7 bytes")
+    assert asyncio.run(story()) == inputs.SaveReadBack("step_000001", True, "7 bytes")
     (said,) = [event for event in read_events(RunPaths(tmp_path)) if event["event"] == "warning"]
     assert "Input/output error: read again" in said["text"]
 
@@ -203,7 +203,7 @@ def test_a_slurm_that_is_slow_to_hear_of_a_node_does_not_hold_up_the_way_out(
 
     async def story() -> inputs.Input:
         effects, posted = effects_of(tmp_path, Slow(REQUEUED))
-        effects.perform(act.Requeue(("n2",)))
+        effects.perform(act.AskRequeue(("n2",)))
         return await posted.get()
 
     assert asyncio.run(story()) == REQUEUED
@@ -330,7 +330,7 @@ def test_a_checkpoint_that_was_pruned_is_not_asked_for_from_the_nodes(
         effects.perform(act.Verify("step_000002"))
         return await posted.get(), allocation.steps
 
-    assert asyncio.run(story()) == (inputs.Verified("step_000002", False, "removed", pruned=True), 0)
+    assert asyncio.run(story()) == (inputs.SaveReadBack("step_000002", False, "removed", pruned=True), 0)
     assert not [e for e in read_events(RunPaths(tmp_path)) if e["event"] == "corrupt"]
 
 

@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from verl_slurm_daemon.allocation.contract import Places
+from verl_slurm_daemon.allocation.contract import StepPlacement
 from verl_slurm_daemon.decide import actions as act, inputs
 from verl_slurm_daemon.decide.model import Limits, Model
 from verl_slurm_daemon.decide.policy import decide
@@ -68,7 +68,7 @@ def watched(root: Path, monkeypatch: pytest.MonkeyPatch, idle: int, looks: int =
 
     async def story() -> None:
         nonlocal step
-        step = Step(1, 1, Places(("n1",)))
+        step = Step(1, 1, StepPlacement(("n1",)))
         step.processes = await allocation.start_step([])
         step.join(Link(), AgentReady(node="n1", node_id=0, address="", free_port=1))  # type: ignore[arg-type]
         step.training.set()

@@ -3,10 +3,10 @@
 from itertools import product
 
 import pytest
-from verl_slurm_daemon.decide.leaving import PATIENCE_S, Known, decide
+from verl_slurm_daemon.decide.leaving import PATIENCE_S, AgentKnowledge, decide
 
 EVERYTHING = [
-    Known(
+    AgentKnowledge(
         in_slurm=in_slurm,
         released=released,
         link_up=link_up,
@@ -23,9 +23,9 @@ EVERYTHING = [
 ]
 
 
-def known(**facts: object) -> Known:
+def known(**facts: object) -> AgentKnowledge:
     usual = {"in_slurm": True, "released": False, "link_up": False, "joined": True, "looked": True}
-    return Known(**{**usual, **facts})  # type: ignore[arg-type]
+    return AgentKnowledge(**{**usual, **facts})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

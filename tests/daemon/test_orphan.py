@@ -8,14 +8,14 @@ import pytest
 from verl_slurm_daemon.agent.agent_log import AgentLog
 from verl_slurm_daemon.agent.orphan import ask_until_answered, see_off
 from verl_slurm_daemon.decide.inputs import RequeueAnswered
-from verl_slurm_daemon.decide.leaving import PATIENCE_S, Known, Verdict
+from verl_slurm_daemon.decide.leaving import PATIENCE_S, AgentKnowledge, LeavingStep
 
 from verl_slurm.base.exit_codes import ExitCode
 
 DONE = RequeueAnswered(ExitCode.REQUEUED, "requeued")
 CANCELLED = RequeueAnswered(ExitCode.CANCELLED, "ended by its user")
 REFUSED = RequeueAnswered(ExitCode.REQUEUE_FAILED, "refused: not now")
-ALONE = Known(in_slurm=True, released=False, link_up=False, joined=True)
+ALONE = AgentKnowledge(in_slurm=True, released=False, link_up=False, joined=True)
 
 
 class World:
@@ -65,7 +65,7 @@ class World:
         self.now += seconds
 
 
-def stay(world: World, known: Known, node_id: int = 0) -> Verdict:
+def stay(world: World, known: AgentKnowledge, node_id: int = 0) -> LeavingStep:
     log = AgentLog(Path("/dev/null"), "1 n")
     return asyncio.run(see_off(known, world, node_id, log, sleep=world.sleep, clock=lambda: world.now))
 
@@ -107,7 +107,7 @@ def test_agents_ask_in_their_turn() -> None:
 
 
 def test_a_lead_killed_after_its_shutdown_is_told_from_one_that_ended() -> None:
-    released = Known(in_slurm=True, released=True, link_up=False, joined=True)
+    released = AgentKnowledge(in_slurm=True, released=True, link_up=False, joined=True)
     killed, ended, unreadable = World(), World(ended=True), World(ended=TimeoutError())
     assert [stay(world, released).do for world in (killed, ended, unreadable)] == ["ask", "leave", "leave"]
     assert (killed.asked, ended.asked, unreadable.asked) == (1, 0, 0)
@@ -122,7 +122,7 @@ def test_whatever_goes_wrong_in_asking_is_no_end(error: Exception) -> None:
 
 def test_outside_slurm_there_is_nobody_to_ask() -> None:
     log = AgentLog(Path("/dev/null"), "1 n")
-    outside = Known(in_slurm=False, released=False, link_up=False, joined=True)
+    outside = AgentKnowledge(in_slurm=False, released=False, link_up=False, joined=True)
     assert asyncio.run(see_off(outside, None, 0, log)).do == "leave"
 
 

@@ -16,14 +16,14 @@ from verl_slurm.journal.causes import CauseKind
 from verl_slurm.journal.events import Crash, Held, kind_of
 from verl_slurm.wire.messages import (
     Finished,
-    Notice,
     PartSaved,
     Progress,
+    RankNotice,
+    RankRefused,
+    RankSaved,
+    RankSaveFailed,
     RankStarted,
-    Refused,
-    Saved,
     SavedOnNodes,
-    SaveFailed,
     SaveStarted,
 )
 
@@ -40,7 +40,7 @@ SAVED = "step_000003_sp0002"
 
 
 def saved(request_id: int) -> inputs.RankSaid:
-    return inputs.RankSaid(Saved(rank=0, request_id=request_id, name=SAVED, seconds=0.1, num_bytes=9))
+    return inputs.RankSaid(RankSaved(rank=0, request_id=request_id, name=SAVED, seconds=0.1, num_bytes=9))
 
 
 def on_nodes(request_id: int) -> inputs.RankSaid:
@@ -103,7 +103,7 @@ def test_a_preemption_saves_verifies_requeues_and_exits_when_all_is_gone(kind: C
     assert story.then(cause(kind))[-1] == act.SaveRequest(request_id=1, stop=True, seconds_left=25.0)
     assert kinds(story.then(saved(1))) == [act.Verify]
     assert story.then(inputs.GenerationEnded(0)) == []
-    assert kinds(story.then(inputs.Verified(SAVED, True, ""))) == [act.Requeue]
+    assert kinds(story.then(inputs.SaveReadBack(SAVED, True, ""))) == [act.AskRequeue]
     last = story.then(inputs.RequeueAnswered(ExitCode.REQUEUED, "starts in 10 s"))
     assert last == [act.Exit(ExitCode.REQUEUED, "starts in 10 s")]
 
@@ -113,7 +113,7 @@ def wished() -> Story:
     story = training()
     story.then(cause("operator_requeue", None))
     story.then(saved(1))
-    assert story.then(inputs.Verified(SAVED, True, ""))[-1] == act.SaveRequest(request_id=2, stop=True)
+    assert story.then(inputs.SaveReadBack(SAVED, True, ""))[-1] == act.SaveRequest(request_id=2, stop=True)
     return story
 
 
@@ -124,7 +124,7 @@ def test_a_requeue_that_an_operator_wishes_stops_the_ranks_once_a_checkpoint_ver
     assert story.model.state is State.RUNNING
     story = wished()
     assert kinds(story.then(saved(2))) == [act.Verify]
-    assert kinds(story.then(inputs.Verified(SAVED, True, ""))) == [act.Requeue, act.TakeDown]
+    assert kinds(story.then(inputs.SaveReadBack(SAVED, True, ""))) == [act.AskRequeue, act.TakeDown]
     hurried = training()
     hurried.then(cause("operator_requeue", None))
     assert hurried.then(cause("preemption", 20.0))[-1] == act.SaveRequest(
@@ -134,12 +134,12 @@ def test_a_requeue_that_an_operator_wishes_stops_the_ranks_once_a_checkpoint_ver
 
 def test_a_wished_requeue_whose_save_fails_leaves_the_ranks_at_work_and_says_so() -> None:
     for answer in (
-        inputs.RankSaid(SaveFailed(rank=0, request_id=1, reason="no space")),
-        inputs.Verified(SAVED, False, "no space"),
+        inputs.RankSaid(RankSaveFailed(rank=0, request_id=1, reason="no space")),
+        inputs.SaveReadBack(SAVED, False, "no space"),
     ):
         story = training()
         story.then(cause("operator_requeue", None))
-        if isinstance(answer, inputs.Verified):
+        if isinstance(answer, inputs.SaveReadBack):
             story.then(saved(1))
         note = story.then(answer)[-1]
         assert isinstance(note, act.Note)
@@ -153,11 +153,11 @@ def test_a_wished_requeue_is_answered_by_a_later_save_and_done_after_a_crash() -
     story.then(cause("operator_requeue", None))
     story.then(cause("operator", None))  # its request replaces the first one on the ranks' page
     story.then(saved(2))
-    assert story.then(inputs.Verified(SAVED, True, ""))[-1] == act.SaveRequest(request_id=3, stop=True)
+    assert story.then(inputs.SaveReadBack(SAVED, True, ""))[-1] == act.SaveRequest(request_id=3, stop=True)
     crashed = training()
     crashed.then(cause("operator_requeue", None))
     crashed.then(inputs.NodeFailed("n1", "killed"))
-    assert kinds(crashed.then(inputs.GenerationEnded(1))) == [act.Requeue]
+    assert kinds(crashed.then(inputs.GenerationEnded(1))) == [act.AskRequeue]
 
 
 def test_a_service_that_is_lost_while_ranks_train_is_saved_for_without_a_deadline_and_requeued() -> None:
@@ -168,7 +168,7 @@ def test_a_service_that_is_lost_while_ranks_train_is_saved_for_without_a_deadlin
     assert not story.then(inputs.ServiceLost("service sandbox: gone"))
     # A rank waits for the service in its step, and never comes to the save.
     hung = inputs.Hung(story.model.generation, "n1", "silent")
-    assert kinds(story.then(hung)) == [act.Requeue, act.TakeDown]
+    assert kinds(story.then(hung)) == [act.AskRequeue, act.TakeDown]
 
 
 def test_a_service_that_cannot_be_started_is_a_crash_before_the_ranks_run() -> None:
@@ -184,7 +184,7 @@ def test_a_rank_that_hangs_in_the_save_of_a_wished_requeue_does_not_hold_the_job
     story = wished()
     assert not story.then(inputs.Hung(story.model.generation - 1, "n1", "of the generation before"))
     assert kinds(story.then(inputs.Hung(story.model.generation, "n1", "silent"))) == [
-        act.Requeue,
+        act.AskRequeue,
         act.TakeDown,
     ]
     bounded = wished()
@@ -197,7 +197,7 @@ def test_a_rank_that_hangs_in_the_save_of_a_wished_requeue_does_not_hold_the_job
 def test_the_requeue_is_asked_for_at_the_deadline_even_without_a_save() -> None:
     story = training()
     story.then(cause("preemption"))
-    assert kinds(story.then(inputs.SaveDeadline())) == [act.Requeue, act.TakeDown]
+    assert kinds(story.then(inputs.SaveDeadline())) == [act.AskRequeue, act.TakeDown]
     story.then(inputs.RequeueAnswered(ExitCode.REQUEUED, "ok"))
     assert story.model.state is State.LEAVING
     assert kinds(story.then(inputs.GenerationEnded(9))) == [act.Exit]
@@ -226,16 +226,16 @@ def test_an_answer_that_comes_late_or_that_nobody_asked_for_is_not_waited_for() 
     story.then(cause("preemption"))
     assert kinds(story.then(saved(2))) == []
     assert kinds(story.then(saved(1))) == [act.Verify]
-    other = Saved(rank=0, request_id=0, name="step_000001", seconds=0.1, num_bytes=9)
+    other = RankSaved(rank=0, request_id=0, name="step_000001", seconds=0.1, num_bytes=9)
     assert kinds(story.then(inputs.RankSaid(other))) == [act.Verify]
-    assert act.Requeue() in story.then(inputs.Verified(SAVED, True, ""))
+    assert act.AskRequeue() in story.then(inputs.SaveReadBack(SAVED, True, ""))
 
 
 def test_a_failed_save_still_requeues() -> None:
     story = training()
     story.then(cause("preemption"))
-    failed = inputs.RankSaid(SaveFailed(rank=1, request_id=1, reason="no space"))
-    assert kinds(story.then(failed)) == [act.Requeue, act.TakeDown]
+    failed = inputs.RankSaid(RankSaveFailed(rank=1, request_id=1, reason="no space"))
+    assert kinds(story.then(failed)) == [act.AskRequeue, act.TakeDown]
 
 
 def noted(actions: list[act.Action]) -> list[str]:
@@ -254,7 +254,7 @@ def test_what_strikes_while_shared_storage_is_still_written_leaves_one_copy(stri
     assert story.model.state is State.SAVING
     actions = story.then(strikes)
     assert noted(actions) == ["saved", "one_copy"]
-    assert act.Requeue() in actions
+    assert act.AskRequeue() in actions
     assert actions[0].event.on_shared is False  # type: ignore[union-attr]
 
 
@@ -270,7 +270,7 @@ def test_nothing_of_one_copy_stays_when_shared_storage_has_it_too() -> None:
     story.then(cause("preemption"))
     story.then(on_nodes(1))
     assert noted(story.then(saved(1))) == ["saved"]
-    assert noted(story.then(inputs.Verified(SAVED, True, ""))) == ["verified"]
+    assert noted(story.then(inputs.SaveReadBack(SAVED, True, ""))) == ["verified"]
     assert "one_copy" not in noted(story.actions)
     assert "degraded" not in noted(story.actions)
 
@@ -287,22 +287,22 @@ def test_ranks_that_die_in_the_save_still_get_the_job_requeued() -> None:
     story = training()
     story.then(cause("preemption"))
     assert kinds(story.then(inputs.NodeFailed("n2", "killed"))) == [act.TakeDown]
-    assert kinds(story.then(inputs.GenerationEnded(1))) == [act.Requeue]
+    assert kinds(story.then(inputs.GenerationEnded(1))) == [act.AskRequeue]
 
 
 def test_a_corrupt_emergency_save_is_said_and_the_job_requeued_all_the_same() -> None:
     story = training()
     story.then(cause("preemption"))
     story.then(saved(1))
-    actions = story.then(inputs.Verified(SAVED, False, "actor/x: sha256"))
+    actions = story.then(inputs.SaveReadBack(SAVED, False, "actor/x: sha256"))
     assert kind_of(actions[0].event) == "corrupt"  # type: ignore[union-attr]
-    assert act.Requeue() in actions
+    assert act.AskRequeue() in actions
 
 
 def test_a_save_that_was_pruned_before_it_was_read_back_is_no_corrupt_one() -> None:
     story = training()
     story.then(saved(0))
-    (note,) = story.then(inputs.Verified(SAVED, False, "removed", pruned=True))
+    (note,) = story.then(inputs.SaveReadBack(SAVED, False, "removed", pruned=True))
     assert kind_of(note.event) == "pruned"  # type: ignore[union-attr]
     assert story.model.unverified == ""
 
@@ -311,9 +311,9 @@ def test_a_cancel_saves_and_never_requeues() -> None:
     story = training()
     story.then(cause("cancel", 15.0))
     story.then(saved(1))
-    story.then(inputs.Verified(SAVED, True, ""))
+    story.then(inputs.SaveReadBack(SAVED, True, ""))
     story.then(inputs.GenerationEnded(0))
-    assert act.Requeue() not in story.actions
+    assert act.AskRequeue() not in story.actions
     assert story.actions[-1].code is ExitCode.CANCELLED  # type: ignore[union-attr]
 
 
@@ -327,7 +327,7 @@ def test_a_cancel_in_the_middle_of_a_preemption_wins(when: str) -> None:
     story.then(cause("cancel"))
     story.then(inputs.SaveDeadline())
     story.then(inputs.GenerationEnded(0))
-    assert act.Requeue() not in story.actions
+    assert act.AskRequeue() not in story.actions
     assert story.actions[-1].code is ExitCode.CANCELLED  # type: ignore[union-attr]
 
 
@@ -343,8 +343,8 @@ def test_a_job_that_somebody_requeued_is_not_requeued_again() -> None:
     story.then(cause("requeued"))
     story.then(saved(1))
     story.then(inputs.GenerationEnded(0))
-    story.then(inputs.Verified(SAVED, True, ""))
-    assert act.Requeue() not in story.actions
+    story.then(inputs.SaveReadBack(SAVED, True, ""))
+    assert act.AskRequeue() not in story.actions
     assert story.actions[-1].code is ExitCode.REQUEUED  # type: ignore[union-attr]
 
 
@@ -352,7 +352,7 @@ def test_an_operators_signal_saves_and_training_goes_on() -> None:
     story = training()
     assert story.then(cause("operator", None))[-1] == act.SaveRequest(request_id=1, stop=False)
     story.then(saved(1))
-    story.then(inputs.Verified(SAVED, True, ""))
+    story.then(inputs.SaveReadBack(SAVED, True, ""))
     assert story.model.state is State.RUNNING
 
 
@@ -375,7 +375,7 @@ def test_a_cancel_while_the_requeue_is_being_asked_for_is_final() -> None:
     story = training()
     story.then(cause("preemption"))
     story.then(saved(1))
-    story.then(inputs.Verified(SAVED, True, ""))
+    story.then(inputs.SaveReadBack(SAVED, True, ""))
     assert kinds(story.then(inputs.SignalArrived("SIGTERM", "lead"))) == [act.AskCause]
     story.then(cause("cancel"))
     story.then(inputs.GenerationEnded(0))
@@ -386,7 +386,7 @@ def test_the_requeues_own_term_changes_nothing() -> None:
     story = training()
     story.then(cause("preemption"))
     story.then(saved(1))
-    story.then(inputs.Verified(SAVED, True, ""))
+    story.then(inputs.SaveReadBack(SAVED, True, ""))
     assert story.then(cause("requeued", None)) == []
     assert story.model.intent is Intent.REQUEUE
 
@@ -401,7 +401,7 @@ def test_a_periodic_save_read_back_late_does_not_end_the_wait_for_the_emergency_
     story = training()
     story.then(cause("preemption"))
     story.then(saved(1))
-    story.then(inputs.Verified("step_000002", True, ""))
+    story.then(inputs.SaveReadBack("step_000002", True, ""))
     assert story.model.state is State.CHECKING
 
 
@@ -414,14 +414,14 @@ def test_a_node_that_its_cloud_takes_back_is_left_with_a_save_and_avoided() -> N
     )
     assert request == act.SaveRequest(request_id=1, stop=True, seconds_left=110.0)
     story.then(saved(1))
-    assert act.Requeue(("node2",)) in story.then(inputs.Verified(SAVED, True, ""))
+    assert act.AskRequeue(("node2",)) in story.then(inputs.SaveReadBack(SAVED, True, ""))
 
 
 def test_of_two_nodes_that_go_the_earlier_end_is_the_deadline_and_both_are_avoided() -> None:
     story = training()
     story.then(inputs.LeaveNode("node2", "reclaimed", "AWS", 110.0))
     assert story.then(inputs.LeaveNode("node1", "reclaimed", "AWS", 20.0)) == [act.ArmDeadline(20.0)]
-    assert act.Requeue(("node2", "node1")) in story.then(inputs.SaveDeadline())
+    assert act.AskRequeue(("node2", "node1")) in story.then(inputs.SaveDeadline())
 
 
 def test_a_cancelled_run_is_not_revived_by_a_node_that_goes() -> None:
@@ -433,7 +433,7 @@ def test_a_cancelled_run_is_not_revived_by_a_node_that_goes() -> None:
 
 def test_a_preemption_before_the_ranks_are_up_requeues_without_a_save() -> None:
     story = Story(inputs.Ready(2))
-    assert kinds(story.then(cause("preemption"))) == [act.Requeue, act.TakeDown]
+    assert kinds(story.then(cause("preemption"))) == [act.AskRequeue, act.TakeDown]
 
 
 def unfit(node: str = "node2") -> inputs.LeaveNode:
@@ -445,7 +445,7 @@ def test_a_bad_node_is_left_before_its_ranks_start_and_no_budget_is_used_up() ->
     note, requeue, _ = story.then(unfit())
     assert isinstance(note, act.Note)
     assert note.event == make_event("cause", cause="bad_node", evidence="node node2: GPUs: off the bus")
-    assert requeue == act.Requeue(("node2",))
+    assert requeue == act.AskRequeue(("node2",))
     story.then(inputs.GenerationEnded(0))
     assert story.then(inputs.RequeueAnswered(ExitCode.REQUEUED, "starts in 10 s")) == [
         act.Exit(ExitCode.REQUEUED, "starts in 10 s")
@@ -456,7 +456,7 @@ def test_a_bad_node_is_left_before_its_ranks_start_and_no_budget_is_used_up() ->
 def is_held(done: list[act.Action], why: str) -> bool:
     """Whether the job is to be held, and the journal says why."""
     held = [a.event for a in done if isinstance(a, act.Note) and isinstance(a.event, Held)]
-    asked = [a.hold for a in done if isinstance(a, act.Requeue)]
+    asked = [a.hold for a in done if isinstance(a, act.AskRequeue)]
     return asked == [True] and len(held) == 1 and why in held[0].reason
 
 
@@ -464,7 +464,7 @@ def test_attempts_that_meet_bad_nodes_wait_longer_each_time_and_are_held_at_last
     delays = []
     for before in (0, 1, 2, 8, 23):
         story = Story(inputs.Ready(2, 0, before))
-        (asked,) = [action for action in story.then(unfit()) if isinstance(action, act.Requeue)]
+        (asked,) = [action for action in story.then(unfit()) if isinstance(action, act.AskRequeue)]
         delays.append(asked.delay_s)
     assert delays == [None, 30, 60, 3600, 3600]
     story = Story(inputs.Ready(2, 0, 24))
@@ -475,18 +475,18 @@ def test_attempts_that_meet_bad_nodes_wait_longer_each_time_and_are_held_at_last
 
 def test_a_cancelled_run_is_not_revived_by_a_bad_node() -> None:
     story = Story(inputs.Ready(2), cause("cancel"))
-    assert not [action for action in story.then(unfit()) if isinstance(action, act.Requeue)]
+    assert not [action for action in story.then(unfit()) if isinstance(action, act.AskRequeue)]
     assert story.model.intent is Intent.CANCELLED
 
 
 def test_a_start_that_meets_broken_storage_is_requeued_and_a_cancelled_one_is_not() -> None:
     story = Story()
-    assert kinds(story.then(inputs.StartFailed("Stale file handle"))) == [act.Requeue]
+    assert kinds(story.then(inputs.StartHindered("Stale file handle"))) == [act.AskRequeue]
     assert story.then(inputs.RequeueAnswered(ExitCode.REQUEUED, "asked"))[-1] == act.Exit(
         ExitCode.REQUEUED, "asked"
     )
     cancelled = Story(cause("cancel"))
-    assert cancelled.then(inputs.StartFailed("Stale file handle"))[-1] == act.Exit(
+    assert cancelled.then(inputs.StartHindered("Stale file handle"))[-1] == act.Exit(
         ExitCode.CANCELLED, "cancel: cancelled"
     )
 
@@ -495,17 +495,19 @@ def test_a_start_that_meets_broken_storage_is_requeued_and_a_cancelled_one_is_no
 def test_starts_that_storage_stops_wait_longer_each_time_and_are_held_at_last() -> None:
     delays = []
     for before in (0, 1, 2, 8, 23):
-        (asked,) = [a for a in Story().then(inputs.StartFailed("full", before)) if isinstance(a, act.Requeue)]
+        (asked,) = [
+            a for a in Story().then(inputs.StartHindered("full", before)) if isinstance(a, act.AskRequeue)
+        ]
         delays.append(asked.delay_s)
     assert delays == [None, 30, 60, 3600, 3600]
     story = Story()
-    done = story.then(inputs.StartFailed("No space left on device", 24, ExitCode.NO_ROOM))
+    done = story.then(inputs.StartHindered("No space left on device", 24, ExitCode.NO_ROOM))
     assert is_held(done, "25 attempts in a row could not begin: No space left on device")
     held = inputs.RequeueAnswered(ExitCode.REQUEUED, "held until somebody says: scontrol release 7")
     assert story.then(held) == [act.Exit(ExitCode.REQUEUED, held.detail)]
     # Outside of Slurm nothing is held.
     story = Story()
-    story.then(inputs.StartFailed("No space left on device", 24, ExitCode.NO_ROOM))
+    story.then(inputs.StartHindered("No space left on device", 24, ExitCode.NO_ROOM))
     (end,) = story.then(inputs.RequeueAnswered(ExitCode.REQUEUE_FAILED, "no Slurm"))
     assert isinstance(end, act.Exit)
     assert (end.code, "25 attempts" in end.reason) == (ExitCode.NO_ROOM, True)
@@ -519,7 +521,7 @@ FULL = "rank 0: OSError: [Errno 28] No space left on device"
 @pytest.mark.parametrize(
     "events",
     [
-        pytest.param((inputs.StartFailed("Errno 28"),), id="before the step"),
+        pytest.param((inputs.StartHindered("Errno 28"),), id="before the step"),
         pytest.param((inputs.NodeFailed("n1", FULL), ENDED), id="in a rank"),
         pytest.param(
             (inputs.NodeFailed("n2", "Connection closed by peer"), inputs.NodeFailed("n1", FULL), ENDED),
@@ -537,7 +539,7 @@ def test_a_restart_that_storage_fails_waits_in_place_then_without_the_nodes_and_
         pauses += [action.seconds for action in done if isinstance(action, act.Pause)]
         story.then(inputs.BackoffOver(0))
     assert pauses == [1.0, 2.0, 4.0, 8.0, 15.0]
-    assert [action.delay_s for action in done if isinstance(action, act.Requeue)] == [60]
+    assert [action.delay_s for action in done if isinstance(action, act.AskRequeue)] == [60]
     crashed = [a.event for a in story.actions if isinstance(a, act.Note) and isinstance(a.event, Crash)]
     assert {crash.kind for crash in crashed} <= {"environment"}
 
@@ -545,12 +547,12 @@ def test_a_restart_that_storage_fails_waits_in_place_then_without_the_nodes_and_
 @pytest.mark.scenario("FLT-B")
 def test_a_slurm_that_is_away_is_waited_for_in_place_however_long() -> None:
     story = Story(inputs.Ready(2))
-    away = inputs.StartFailed("no answer", exit_code=ExitCode.NO_SLURM)
+    away = inputs.StartHindered("no answer", exit_code=ExitCode.NO_SLURM)
     for _ in range(20):
         assert isinstance(story.then(away)[-1], act.Pause)
         story.then(inputs.BackoffOver(0))
     story.then(away)
-    assert act.Requeue() in story.then(cause("preemption"))
+    assert act.AskRequeue() in story.then(cause("preemption"))
 
 
 @pytest.mark.scenario("FLT-F")
@@ -566,7 +568,7 @@ def test_each_of_our_ranks_has_to_speak_in_time_and_of_a_users_loop_any() -> Non
 def test_a_last_save_that_cannot_be_read_back_is_not_called_corrupt() -> None:
     finished = [inputs.RankSaid(Finished(rank=rank, step=3)) for rank in (0, 1)]
     story = Story(inputs.Ready(2), progress(), saved(0), *finished, inputs.GenerationEnded(0))
-    done = story.then(inputs.Verified(SAVED, False, "Input/output error", unreadable=True))
+    done = story.then(inputs.SaveReadBack(SAVED, False, "Input/output error", unreadable=True))
     notes = [action.event for action in done if isinstance(action, act.Note)]
     assert "cannot be read back: Input/output error" in notes[0].text
     assert isinstance(done[-1], act.Pause)
@@ -576,7 +578,7 @@ def raised(rank: int = 0, *, worked: bool, line: int = 7) -> inputs.RankSaid:
     place = f"KeyError at r.py:{line}"
     told = f"KeyError: 'gone' at r.py:{line}"
     return inputs.RankSaid(
-        Refused(rank=rank, exit_code=int(ExitCode.DATA), reason=told, place=place, worked=worked)
+        RankRefused(rank=rank, exit_code=int(ExitCode.DATA), reason=told, place=place, worked=worked)
     )
 
 
@@ -625,13 +627,13 @@ def test_the_spent_budget_asks_for_another_allocation() -> None:
     for _ in range(LIMITS.crash_budget):
         assert kinds(story.then(inputs.GenerationEnded(1))) == [act.Pause]
         story.then(inputs.BackoffOver(0))
-    assert kinds(story.then(inputs.GenerationEnded(1))) == [act.Requeue]
+    assert kinds(story.then(inputs.GenerationEnded(1))) == [act.AskRequeue]
 
 
 def test_a_verified_checkpoint_renews_the_budget() -> None:
     story = training()
     for _ in range(3 * LIMITS.crash_budget):
-        story.then(inputs.Verified("step_000004", True, ""))
+        story.then(inputs.SaveReadBack("step_000004", True, ""))
         assert kinds(story.then(inputs.GenerationEnded(1))) == [act.Pause]
         story.then(inputs.BackoffOver(0))
 
@@ -660,7 +662,7 @@ def test_starts_without_progress_end_the_run_with_their_own_exit_code() -> None:
 
 def test_what_the_trainer_refuses_is_not_tried_again() -> None:
     story = Story(inputs.Ready(2))
-    refused = Refused(rank=0, exit_code=int(ExitCode.SCHEMA), reason="another layout")
+    refused = RankRefused(rank=0, exit_code=int(ExitCode.SCHEMA), reason="another layout")
     assert kinds(story.then(inputs.RankSaid(refused))) == [act.TakeDown]
     assert story.then(inputs.GenerationEnded(1)) == [act.Exit(ExitCode.SCHEMA, "another layout")]
 
@@ -684,14 +686,14 @@ def test_an_incarnation_that_lost_the_run_takes_its_ranks_down_and_says_so(
 
 
 def test_a_refusal_with_an_unknown_code_is_a_bug_of_ours_not_a_dead_lead() -> None:
-    story = Story(inputs.Ready(2), inputs.RankSaid(Refused(rank=0, exit_code=99, reason="?")))
+    story = Story(inputs.Ready(2), inputs.RankSaid(RankRefused(rank=0, exit_code=99, reason="?")))
     assert story.then(inputs.GenerationEnded(1)) == [act.Exit(ExitCode.INTERNAL, "?")]
 
 
 def test_a_preemption_during_the_pause_requeues_at_once() -> None:
     story = training()
     story.then(inputs.GenerationEnded(1))
-    assert kinds(story.then(cause("preemption"))) == [act.Requeue]
+    assert kinds(story.then(cause("preemption"))) == [act.AskRequeue]
 
 
 def test_all_ranks_done_is_the_end_whatever_was_asked_for() -> None:
@@ -708,7 +710,7 @@ def test_the_end_is_the_end_only_when_the_last_checkpoint_has_been_read_back() -
     for rank in (0, 1):
         story.then(inputs.RankSaid(Finished(rank=rank, step=30)))
     assert story.then(inputs.GenerationEnded(0)) == []
-    assert story.then(inputs.Verified(SAVED, True, ""))[-1] == act.Exit(ExitCode.OK, "all steps are done")
+    assert story.then(inputs.SaveReadBack(SAVED, True, ""))[-1] == act.Exit(ExitCode.OK, "all steps are done")
 
 
 def test_a_corrupt_last_checkpoint_is_a_crash_not_an_end() -> None:
@@ -717,7 +719,7 @@ def test_a_corrupt_last_checkpoint_is_a_crash_not_an_end() -> None:
     for rank in (0, 1):
         story.then(inputs.RankSaid(Finished(rank=rank, step=30)))
     story.then(inputs.GenerationEnded(0))
-    assert kinds(story.then(inputs.Verified(SAVED, False, "sha256"))) == [act.Pause]
+    assert kinds(story.then(inputs.SaveReadBack(SAVED, False, "sha256"))) == [act.Pause]
 
 
 def done(story: Story) -> None:
@@ -729,7 +731,7 @@ def test_a_last_checkpoint_that_is_found_corrupt_before_the_ranks_are_gone_is_no
     """The read-back of a small checkpoint takes less than the end of the processes."""
     story = training()
     story.then(saved(0))
-    story.then(inputs.Verified(SAVED, False, "sha256"))
+    story.then(inputs.SaveReadBack(SAVED, False, "sha256"))
     done(story)
     assert kinds(story.then(inputs.GenerationEnded(0))) == [act.Pause]
 
@@ -738,16 +740,16 @@ def test_a_last_checkpoint_that_is_found_corrupt_between_is_no_end_either() -> N
     story = training()
     story.then(saved(0))
     done(story)
-    story.then(inputs.Verified(SAVED, False, "sha256"))
+    story.then(inputs.SaveReadBack(SAVED, False, "sha256"))
     assert kinds(story.then(inputs.GenerationEnded(0))) == [act.Pause]
 
 
 def test_a_corrupt_checkpoint_before_the_last_one_is_no_reason_not_to_be_done() -> None:
     story = training()
     story.then(saved(0))
-    story.then(inputs.Verified(SAVED, False, "sha256"))
+    story.then(inputs.SaveReadBack(SAVED, False, "sha256"))
     story.then(saved(0))
-    story.then(inputs.Verified(SAVED, True, ""))
+    story.then(inputs.SaveReadBack(SAVED, True, ""))
     done(story)
     assert story.then(inputs.GenerationEnded(0)) == [act.Exit(ExitCode.OK, "all steps are done")]
 
@@ -761,14 +763,14 @@ def test_a_corrupt_last_checkpoint_of_a_job_that_ends_is_not_made_again_in_it(
     story.then(cause(kind))
     story.then(saved(1))
     done(story)
-    last = [inputs.Verified(SAVED, False, "sha256"), inputs.GenerationEnded(0)]
+    last = [inputs.SaveReadBack(SAVED, False, "sha256"), inputs.GenerationEnded(0)]
     found: list[act.Action] = []
     for event in last if before_the_end else reversed(last):
         found += story.then(event)
     if kind == "cancel":
         assert found[-1].code is ExitCode.CANCELLED  # type: ignore[union-attr]
     else:
-        assert kinds(found) == [act.Requeue]
+        assert kinds(found) == [act.AskRequeue]
 
 
 def test_a_slow_start_that_has_spoken_is_not_timed_out() -> None:
@@ -779,7 +781,7 @@ def test_a_slow_start_that_has_spoken_is_not_timed_out() -> None:
 def test_a_node_that_failed_a_job_which_slurm_does_not_requeue_is_asked_about_at_once() -> None:
     """Nobody there who could save: a rank's node is gone. The answer is a requeue, or the job that follows."""
     story = training()
-    assert kinds(story.then(cause("failed"))) == [act.Requeue, act.TakeDown]
+    assert kinds(story.then(cause("failed"))) == [act.AskRequeue, act.TakeDown]
     story.then(inputs.GenerationEnded(1))
     answer = inputs.RequeueAnswered(ExitCode.REQUEUED, "job 8 follows this one")
     assert story.then(answer)[-1].code is ExitCode.REQUEUED  # type: ignore[union-attr]
@@ -809,14 +811,14 @@ def test_every_event_in_every_state_is_answered_and_the_table_holds() -> None:
         saved(1),
         saved(0),
         on_nodes(1),
-        inputs.RankSaid(SaveFailed(rank=0, request_id=1, reason="x")),
-        inputs.RankSaid(Refused(rank=0, exit_code=15, reason="x")),
+        inputs.RankSaid(RankSaveFailed(rank=0, request_id=1, reason="x")),
+        inputs.RankSaid(RankRefused(rank=0, exit_code=15, reason="x")),
         inputs.RankSaid(Finished(rank=0, step=1)),
         inputs.RankSaid(Finished(rank=1, step=1)),
         inputs.NodeFailed("n", "x"),
         inputs.RunLost("attempt 2"),
         inputs.GenerationEnded(1),
-        inputs.Verified("s", True, ""),
+        inputs.SaveReadBack("s", True, ""),
         inputs.SaveDeadline(),
         inputs.StartTimedOut(1),
         inputs.BackoffOver(0),
@@ -833,7 +835,7 @@ def test_every_event_in_every_state_is_answered_and_the_table_holds() -> None:
 
 
 def test_why_a_save_was_made_goes_into_the_journal() -> None:
-    message = Saved(rank=0, request_id=0, name=SAVED, seconds=0.1, num_bytes=9, reason="a multiple of 3")
+    message = RankSaved(rank=0, request_id=0, name=SAVED, seconds=0.1, num_bytes=9, reason="a multiple of 3")
     (note,) = (a for a in training().then(inputs.RankSaid(message)) if isinstance(a, act.Note))
     assert (kind_of(note.event), note.event.reason) == ("saved", "a multiple of 3")
 
@@ -842,7 +844,7 @@ def test_why_a_save_was_made_goes_into_the_journal() -> None:
 def test_what_a_rank_says_of_its_storage_is_noted_and_changes_nothing(loud: bool, event: str) -> None:
     story = training()
     before = story.model
-    actions = story.then(inputs.RankSaid(Notice(rank=0, topic="storage", text="SLOW", loud=loud)))
+    actions = story.then(inputs.RankSaid(RankNotice(rank=0, topic="storage", text="SLOW", loud=loud)))
     assert actions == [act.Note(make_event(event, topic="storage", text="SLOW"))]
     assert story.model == before
 
@@ -860,7 +862,7 @@ def test_a_hang_writes_stacks_and_is_then_a_crash_with_a_budget_of_its_own() -> 
         story.then(progress())
     story.then(hung(LIMITS.hang_budget + 1))
     actions = story.then(inputs.GenerationEnded(9))
-    assert act.Requeue(avoid=("n2",)) in actions
+    assert act.AskRequeue(avoid=("n2",)) in actions
     assert story.model.cause == "hang"
 
 
@@ -898,7 +900,7 @@ def test_a_node_that_is_lost_again_and_again_is_left_behind() -> None:
         actions = story.then(inputs.GenerationEnded(1))
         story.then(inputs.BackoffOver(0))
         story.then(progress())
-    assert act.Requeue(avoid=("n2",)) in actions
+    assert act.AskRequeue(avoid=("n2",)) in actions
 
 
 @pytest.mark.parametrize(
@@ -922,7 +924,7 @@ def test_a_verified_checkpoint_acquits_everybody() -> None:
     story.then(inputs.GenerationEnded(1))
     story.then(inputs.BackoffOver(0))
     story.then(progress())
-    story.then(inputs.Verified(SAVED, True, ""))
+    story.then(inputs.SaveReadBack(SAVED, True, ""))
     assert story.model.failed == ()
 
 
@@ -935,7 +937,7 @@ _ABSENT = "the key file cannot be read: /k (found No such file or directory)"
     [
         inputs.NodeFailed("n1", f"{NOT_SET_UP}: slurm.setup (found no file)"),
         inputs.ServiceLost(f"service judge on n1: {NOT_SET_UP}: services.judge.command"),
-        inputs.RankSaid(Refused(rank=1, exit_code=int(ExitCode.KEY), reason=_ABSENT)),
+        inputs.RankSaid(RankRefused(rank=1, exit_code=int(ExitCode.KEY), reason=_ABSENT)),
     ],
 )
 def test_what_is_absent_is_the_environments_fault_once_ranks_have_trained(

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from verl_slurm_daemon.allocation.contract import Places, TooFewNodes
+from verl_slurm_daemon.allocation.contract import StepPlacement, TooFewNodes
 from verl_slurm_daemon.allocation.launcher import choose_places, step_argv
 from verl_slurm_daemon.decide import actions as act, inputs
 from verl_slurm_daemon.decide.model import Limits, Model
@@ -23,7 +23,7 @@ from verl_slurm.config.load import parse_config
 from verl_slurm.journal.events import Crash
 from verl_slurm.journal.history import History
 from verl_slurm.slurm.batch import sbatch_options, sbatch_parameters
-from verl_slurm.wire.messages import AgentReady, Progress, Refused, Shutdown
+from verl_slurm.wire.messages import AgentReady, Progress, RankRefused, Shutdown
 
 NAMES = ("n1", "n2", "n3", "n4")
 
@@ -34,17 +34,17 @@ NAMES = ("n1", "n2", "n3", "n4")
 @pytest.mark.parametrize(
     ("avoid", "with_spares", "places"),
     [
-        ((), False, Places(("n1", "n2"), ("n3", "n4"))),
-        (("n2",), False, Places(("n1", "n3"), ("n4",))),
-        (("n2", "n3"), False, Places(("n1", "n4"), ())),
-        (("n2", "n3", "n4"), False, Places(("n1", "n2"), ())),
-        ((), True, Places(("n1", "n2", "n3", "n4"), ())),
-        (("n2",), True, Places(("n1", "n3", "n4"), ())),
-        (("n2", "n3", "n4"), True, Places(("n1", "n2"), ())),
+        ((), False, StepPlacement(("n1", "n2"), ("n3", "n4"))),
+        (("n2",), False, StepPlacement(("n1", "n3"), ("n4",))),
+        (("n2", "n3"), False, StepPlacement(("n1", "n4"), ())),
+        (("n2", "n3", "n4"), False, StepPlacement(("n1", "n2"), ())),
+        ((), True, StepPlacement(("n1", "n2", "n3", "n4"), ())),
+        (("n2",), True, StepPlacement(("n1", "n3", "n4"), ())),
+        (("n2", "n3", "n4"), True, StepPlacement(("n1", "n2"), ())),
     ],
 )
 def test_ranks_get_the_first_nodes_that_are_fit_and_lost_ones_last_of_all(
-    avoid: tuple[str, ...], with_spares: bool, places: Places
+    avoid: tuple[str, ...], with_spares: bool, places: StepPlacement
 ) -> None:
     assert choose_places(NAMES, avoid, (2,), with_spares=with_spares) == places
 
@@ -52,14 +52,14 @@ def test_ranks_get_the_first_nodes_that_are_fit_and_lost_ones_last_of_all(
 @pytest.mark.parametrize(
     ("names", "avoid", "places"),
     [
-        (NAMES, (), Places(("n1", "n2", "n3", "n4"), ())),
-        (NAMES, ("n2",), Places(("n1", "n3"), ("n4",))),
-        (("n1", "n3"), (), Places(("n1", "n3"), ())),
-        (NAMES, ("n2", "n3", "n4"), Places(("n1", "n2"), ())),
+        (NAMES, (), StepPlacement(("n1", "n2", "n3", "n4"), ())),
+        (NAMES, ("n2",), StepPlacement(("n1", "n3"), ("n4",))),
+        (("n1", "n3"), (), StepPlacement(("n1", "n3"), ())),
+        (NAMES, ("n2", "n3", "n4"), StepPlacement(("n1", "n2"), ())),
     ],
 )
 def test_ranks_get_as_many_nodes_as_a_step_can_be_divided_among(
-    names: tuple[str, ...], avoid: tuple[str, ...], places: Places
+    names: tuple[str, ...], avoid: tuple[str, ...], places: StepPlacement
 ) -> None:
     assert choose_places(names, avoid, (4, 2), with_spares=False) == places
 
@@ -173,7 +173,7 @@ def test_a_job_can_do_without_its_spare_nodes_and_those_beyond_the_fewest() -> N
 
 def test_the_loss_of_a_node_explains_what_its_peers_said_before() -> None:
     story = Story()
-    raised = Refused(rank=0, exit_code=22, reason="connection reset", place="train.py:3", worked=True)
+    raised = RankRefused(rank=0, exit_code=22, reason="connection reset", place="train.py:3", worked=True)
     story.then(inputs.RankSaid(raised))
     story.then(inputs.NodeFailed("n1", "rank 0 ended with 1"))
     assert story.then(LOST) == [], "it is taken down already"
@@ -198,7 +198,7 @@ def test_without_a_spare_node_left_the_loss_of_one_is_what_it_was() -> None:
     story.then(inputs.NodeFailed("n3", "the agent is gone without a word", lost=True))
     crash, more = story.crash()
     assert not crash.replaced
-    assert act.Requeue(()) in more
+    assert act.AskRequeue(()) in more
 
 
 def test_a_node_that_fails_its_check_is_replaced_before_the_ranks_start() -> None:
@@ -219,7 +219,7 @@ def test_a_job_with_too_few_nodes_is_requeued() -> None:
     story.then(inputs.BackoffOver(0))
     # As `effects` says it: no step was started.
     asked = story.then(inputs.CauseKnown("failed", "the job has 1 nodes left", None))
-    assert [type(action) for action in asked] == [act.Note, act.Requeue, act.TakeDown]
+    assert [type(action) for action in asked] == [act.Note, act.AskRequeue, act.TakeDown]
     story.then(inputs.GenerationEnded(1))
     assert story.model.state is State.LEAVING
 
@@ -255,7 +255,7 @@ def joined(step: Step, *names: str) -> dict[str, Link]:
 
 def test_ranks_take_up_a_step_without_its_lost_node_and_the_others_are_spare() -> None:
     async def story() -> None:
-        step = Step(2, 2, Places(NAMES))
+        step = Step(2, 2, StepPlacement(NAMES))
         links = joined(step, *NAMES)
         assert step.take_up(["n2"], 2)
         assert [ready.node for ready in step.settle()] == ["n1", "n3"]
@@ -268,7 +268,7 @@ def test_ranks_take_up_a_step_without_its_lost_node_and_the_others_are_spare() -
 
 def test_agents_that_come_when_others_have_the_ranks_are_let_go() -> None:
     async def story() -> None:
-        step = Step(2, 2, Places(NAMES))
+        step = Step(2, 2, StepPlacement(NAMES))
         joined(step, "n1", "n3")
         assert not step.all_ready.is_set()
         assert step.take_up(["n2"], 2)
@@ -282,7 +282,7 @@ def test_agents_that_come_when_others_have_the_ranks_are_let_go() -> None:
 
 def test_a_step_with_too_few_agents_is_not_taken_up() -> None:
     async def story() -> None:
-        step = Step(2, 2, Places(NAMES))
+        step = Step(2, 2, StepPlacement(NAMES))
         joined(step, "n1", "n2")
         assert not step.take_up(["n2"], 2)
 
@@ -297,7 +297,7 @@ def test_srun_is_not_waited_for_when_only_lost_nodes_keep_it(
     monkeypatch.setattr(step_module, "_SRUN_ENDS_S", 0.0)
 
     async def story() -> None:
-        step = Step(1, 2, Places(("n1", "n2")) if chosen else None)
+        step = Step(1, 2, StepPlacement(("n1", "n2")) if chosen else None)
         step.processes = [await asyncio.create_subprocess_exec("sleep", "600")]
         for link in joined(step, "n1", "n2").values():
             step.part(link)  # type: ignore[arg-type]
@@ -338,7 +338,7 @@ def test_an_agent_that_is_gone_is_told_with_slurms_own_words(
 
     async def story() -> inputs.NodeFailed | inputs.CauseKnown:
         os.write(2, b"srun: error: of an earlier step\n" + log_line("1", "restart", {"number": 2}).encode())
-        step = Step(1, 1, Places())
+        step = Step(1, 1, StepPlacement())
         joined(step, "n1")
         os.write(2, words.encode())
         return await step.why_lost("n1", ())

@@ -11,7 +11,7 @@ from tests.hostile.runs_of_ranks import living, prepared
 from tests.journals import make_event, read_events
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.journal.history import History
-from verl_slurm.wire.messages import Refused
+from verl_slurm.wire.messages import RankRefused
 
 pytestmark = [pytest.mark.scenario("SEC19"), pytest.mark.slow]
 
@@ -54,7 +54,7 @@ def started(strangers: int = 0) -> Model:
 def met(model: Model) -> tuple[Model, list[act.Action]]:
     """A rank that met a stranger, what its peers say of that, and the end of the start."""
     done: list[act.Action] = []
-    raised = Refused(rank=1, exit_code=22, reason="connection reset", place="train.py:3")
+    raised = RankRefused(rank=1, exit_code=22, reason="connection reset", place="train.py:3")
     for event in (
         inputs.StrangerFound("n1", "rank 0: in the place of rank 1"),
         inputs.RankSaid(raised),
@@ -72,13 +72,13 @@ def test_strangers_are_waited_out_and_then_left_behind_with_their_node() -> None
     while True:
         model, done = met(model)
         assert done[0] == act.TakeDown()
-        if isinstance(done[1], act.Requeue):
+        if isinstance(done[1], act.AskRequeue):
             break
         assert isinstance(done[1], act.Pause)
         waits.append(done[1].seconds)
         model = decide(model, inputs.BackoffOver(0)).model
     assert waits == [5.0, 10.0, 20.0, 40.0]
-    assert done[1] == act.Requeue(avoid=("n1",), delay_s=30)
+    assert done[1] == act.AskRequeue(avoid=("n1",), delay_s=30)
 
 
 def delay(strangers: int) -> act.Action:
@@ -91,11 +91,11 @@ def delay(strangers: int) -> act.Action:
 
 def test_each_job_that_strangers_stop_waits_longer_and_one_day_it_is_held() -> None:
     each = [delay(5 * jobs) for jobs in range(25)]
-    assert all(isinstance(action, act.Requeue) for action in each[:24])
-    waits = [action.delay_s for action in each[:24] if isinstance(action, act.Requeue)]
+    assert all(isinstance(action, act.AskRequeue) for action in each[:24])
+    waits = [action.delay_s for action in each[:24] if isinstance(action, act.AskRequeue)]
     assert waits[:8] == [30, 60, 120, 240, 480, 960, 1920, 3600]
     assert set(waits[8:]) == {3600}
-    assert isinstance(each[24], act.Requeue)
+    assert isinstance(each[24], act.AskRequeue)
     assert each[24].hold
 
 
@@ -110,13 +110,13 @@ def test_a_stranger_is_the_reason_whichever_word_comes_first(first: inputs.Input
 
 def test_what_the_trainer_refuses_stays_refused_whatever_strangers_do() -> None:
     refused = decide(
-        started(), inputs.RankSaid(Refused(rank=0, exit_code=int(ExitCode.DATA), reason="x"))
+        started(), inputs.RankSaid(RankRefused(rank=0, exit_code=int(ExitCode.DATA), reason="x"))
     ).model
     assert met(refused)[1][-1] == act.Exit(ExitCode.DATA, "x")
 
 
 def test_a_verified_checkpoint_forgets_the_strangers() -> None:
-    model = decide(started(50), inputs.Verified("step_000001", True, "")).model
+    model = decide(started(50), inputs.SaveReadBack("step_000001", True, "")).model
     assert model.strangers == 0
 
 

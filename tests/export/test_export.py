@@ -104,10 +104,10 @@ def test_a_large_model_is_cut_into_shards_that_load(
 
     from verl_slurm.export import hf
     from verl_slurm.export.skeleton import build_skeleton
-    from verl_slurm.export.source import Source
+    from verl_slurm.export.source import ExportSource
 
     done: list[int] = []
-    source = Source(checkpoint, report=done.append)
+    source = ExportSource(checkpoint, report=done.append)
     monkeypatch.setattr("verl_slurm.export.source._GROUP_BYTES", 100_000)
     skeleton = build_skeleton(trained.base, "actor", 64, where=trained.base)
     monkeypatch.setattr(hf, "SHARD_BYTES", 400_000)
@@ -250,13 +250,13 @@ def test_a_checkpoint_saved_in_part_gives_what_it_holds_and_refuses_the_rest(
     from verl_slurm.cli.checkpoint.export import _roles
     from verl_slurm.export.layouts import largest_file, write_layout
     from verl_slurm.export.skeleton import build_skeleton
-    from verl_slurm.export.source import Source
+    from verl_slurm.export.source import ExportSource
 
     part, out = tmp_path / checkpoint.name, tmp_path / "out"
     shutil.copytree(checkpoint, part)
     shutil.rmtree(part / "optimizer")
     out.mkdir()
-    source = Source(part)
+    source = ExportSource(part)
     skeletons: Any = {"actor": build_skeleton(trained.base, "actor", 64, where=trained.base)}
     write_layout(source, "split", skeletons, out, dtype=None, weight_decay=0.0)
     assert sorted(path.name for path in out.iterdir()) == ["policy_model", "scheduler"]

@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import Collection, Sequence
 
-from verl_slurm_daemon.allocation.contract import Avoided, Outlook, Places
+from verl_slurm_daemon.allocation.contract import Avoided, Outlook, StepPlacement
 from verl_slurm_daemon.allocation.launcher import choose_places
 from verl_slurm_daemon.decide import inputs
 
@@ -71,9 +71,9 @@ class ScriptedAllocation:
         self.avoided.append(tuple(nodes))
         return Avoided(f"avoids {len(nodes)}", tuple(nodes))
 
-    async def places(self, avoid: Collection[str], *, with_spares: bool = False) -> Places:
+    async def places(self, avoid: Collection[str], *, with_spares: bool = False) -> StepPlacement:
         if not self.nodes:
-            return Places()
+            return StepPlacement()
         return choose_places(self.nodes, avoid, (self.ranks_nodes,), with_spares=with_spares)
 
     async def idle_nodes(self) -> int:

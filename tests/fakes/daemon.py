@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from verl_slurm.wire.messages import FromRank, Notice, Progress, SaveFailed, SaveRequest
+from verl_slurm.wire.messages import FromRank, Progress, RankNotice, RankSaveFailed, SaveRequest
 
 Message = TypeVar("Message")
 
@@ -23,7 +23,7 @@ class Daemon:
 
     def send(self, message: FromRank) -> None:
         self.told.append(message)
-        if isinstance(message, SaveFailed):
+        if isinstance(message, RankSaveFailed):
             self.refused_a_save.set()
         if isinstance(message, Progress):
             self.asked = self.asks.get(message.step, self.asked)
@@ -38,7 +38,7 @@ class Daemon:
         return [message for message in self.told if isinstance(message, kind)]
 
     def notices(self, topic: str) -> list[str]:
-        return [notice.text for notice in self.heard(Notice) if notice.topic == topic]
+        return [notice.text for notice in self.heard(RankNotice) if notice.topic == topic]
 
     def kinds(self) -> list[str]:
         """What it was told, in order, without the signs of life."""

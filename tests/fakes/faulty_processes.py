@@ -190,7 +190,7 @@ def rank(root: str, epoch: str, resume: str) -> None:
     _see_them_buried(os.getppid())
 
     def saved(name: str, request_id: int) -> None:
-        line.send(say.Saved(rank=0, request_id=request_id, name=name, seconds=0.1, num_bytes=1))
+        line.send(say.RankSaved(rank=0, request_id=request_id, name=name, seconds=0.1, num_bytes=1))
 
     while step < int(BENT.get("saves", 0)):
         step += 1
@@ -274,10 +274,10 @@ def _says_that_it_failed_and_then_saved(
     paths: Any, step: int, epoch: int, saved: Saved, request_id: int
 ) -> None:
     """An answer after the attempt was given up: nothing of it lies under a checkpoint's name."""
-    from verl_slurm.wire.messages import SaveFailed
+    from verl_slurm.wire.messages import RankSaveFailed
 
     line = saved.__closure__[0].cell_contents  # type: ignore[attr-defined]
-    line.send(SaveFailed(rank=0, request_id=request_id, reason="RuntimeError: a rank raised"))
+    line.send(RankSaveFailed(rank=0, request_id=request_id, reason="RuntimeError: a rank raised"))
     saved(f"step_{step:06d}", request_id)
 
 

@@ -40,7 +40,7 @@ from verl_slurm.runtime_state.rollout_records import response_entry
 from verl_slurm.runtime_state.samples import Sample, StepSamples
 from verl_slurm.runtime_state.segment import frame, head
 from verl_slurm.runtime_state.token_log import Calls
-from verl_slurm.save.writer.protocol import Ready, Written
+from verl_slurm.save.writer.protocol import SaverReady, Written
 from verl_slurm.wire import messages
 from verl_slurm.wire.framing import Framer
 from verl_slurm.wire.lead_file import LeadAddress
@@ -266,7 +266,7 @@ def indexes() -> Sequence[bytes]:
 def from_saver() -> Sequence[bytes]:
     entry = FileEntry(path="actor/rank_0000.bin", size=3, sha256=_HASH)
     written = Written(save=1, directory="/run/checkpoints/x", files=(entry,), error="full", errno=28)
-    return [msgspec.json.encode(message) for message in (Ready(), written)]
+    return [msgspec.json.encode(message) for message in (SaverReady(), written)]
 
 
 def schemas() -> Sequence[bytes]:
@@ -452,10 +452,10 @@ def from_rank() -> Sequence[bytes]:
         messages.Progress(rank=0, metrics={"reward": 0.5}, **where),  # type: ignore[arg-type]
         messages.SaveStarted(rank=0, request_id=1, step=3, safe_point=2),
         messages.PartSaved(rank=0, request_id=1),
-        messages.Saved(rank=0, request_id=1, name="step_000003_sp0002", seconds=0.5, num_bytes=1000),
+        messages.RankSaved(rank=0, request_id=1, name="step_000003_sp0002", seconds=0.5, num_bytes=1000),
         messages.SavedOnNodes(rank=0, request_id=1, name="step_000003", seconds=0.5, num_bytes=1000),
-        messages.SaveFailed(rank=0, request_id=1, reason="no space"),
-        messages.Refused(rank=0, exit_code=17, reason="corrupt"),
+        messages.RankSaveFailed(rank=0, request_id=1, reason="no space"),
+        messages.RankRefused(rank=0, exit_code=17, reason="corrupt"),
     )
     return [msgspec.msgpack.encode(message) for message in told]
 

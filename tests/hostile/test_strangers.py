@@ -40,8 +40,8 @@ from verl_slurm.wire.messages import (
     FromAgent,
     FromRank,
     NodeExited,
+    RankSaved,
     RankStarted,
-    Saved,
     SaveRequest,
     Shutdown,
     ToAgent,
@@ -54,7 +54,7 @@ SEED = 20261121
 WISHES: tuple[FromAgent | ToAgent, ...] = (
     AgentReady(node="n1", node_id=0, address="6.6.6.6", free_port=1),
     NodeExited(node="n1", exit_code=1, detail="die"),
-    Saved(rank=0, request_id=1, name="step_000099", seconds=1.0, num_bytes=1),
+    RankSaved(rank=0, request_id=1, name="step_000099", seconds=1.0, num_bytes=1),
     SaveRequest(request_id=1, stop=True, seconds_left=1.0),
     Shutdown(),
 )
@@ -313,8 +313,8 @@ def packed(message: FromRank) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
-def saved(rank: int) -> Saved:
-    return Saved(rank=rank, request_id=1, name="step_000099", seconds=1.0, num_bytes=1)
+def saved(rank: int) -> RankSaved:
+    return RankSaved(rank=rank, request_id=1, name="step_000099", seconds=1.0, num_bytes=1)
 
 
 @pytest.mark.scenario("M07")

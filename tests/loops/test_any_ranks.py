@@ -16,7 +16,7 @@ from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.inspect.compare import newest_checkpoint
 from verl_slurm.checkpoint.store.verify import read_manifest
-from verl_slurm.wire.messages import Refused
+from verl_slurm.wire.messages import RankRefused
 
 pytestmark = pytest.mark.torch
 
@@ -75,4 +75,4 @@ def test_a_run_that_may_lose_nodes_takes_such_a_loop_alone(
             with pytest.raises(ConfigError, match="any_ranks=True"), verl_slurm.run(model=nn.Linear(2, 2)):
                 raise AssertionError
         said = agent.heard()
-    assert any(isinstance(message, Refused) for message in said) is not any_ranks
+    assert any(isinstance(message, RankRefused) for message in said) is not any_ranks

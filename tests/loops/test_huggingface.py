@@ -13,7 +13,7 @@ from tests.lanes import with_variants
 from tests.loops.frames_kit import Run, save, stop
 from verl_slurm.base.errors import ConfigError, DataError
 from verl_slurm.checkpoint.store.verify import verify
-from verl_slurm.wire.messages import Finished, Notice, Saved, SaveFailed, SaveRequest, SaveStarted
+from verl_slurm.wire.messages import Finished, RankNotice, RankSaved, RankSaveFailed, SaveRequest, SaveStarted
 
 pytest.importorskip("accelerate", reason="NOT RUN: accelerate is not installed (pip install '.[dev]')")
 pytestmark = pytest.mark.torch
@@ -121,8 +121,8 @@ def test_asked_to_stop_it_saves_at_the_end_of_the_step_and_leaves(tmp_path: Path
     run, daemon = Run(tmp_path / "run"), Daemon({4: stop()})
     life = Life(run.life(daemon))
     assert life.stopped
-    assert daemon.kinds() == ["SaveStarted", "PartSaved", "Saved", "Stopped"]
-    [saved] = daemon.heard(Saved)
+    assert daemon.kinds() == ["SaveStarted", "PartSaved", "RankSaved", "Stopped"]
+    [saved] = daemon.heard(RankSaved)
     assert (saved.name, saved.request_id, saved.on_shared) == ("step_000004", 1, True)
     [checkpoint] = run.checkpoints()
     verdict = verify(checkpoint)
@@ -182,7 +182,7 @@ def test_killed_without_a_word_it_goes_on_from_the_newest_checkpoint_bit_for_bit
 def test_a_save_that_somebody_asks_for_stops_nothing(tmp_path: Path) -> None:
     run, daemon = Run(tmp_path / "run"), Daemon({3: save()})
     assert not Life(run.life(daemon)).stopped
-    assert [message.name for message in daemon.heard(Saved)] == ["step_000003", "step_000012"]
+    assert [message.name for message in daemon.heard(RankSaved)] == ["step_000003", "step_000012"]
     assert daemon.kinds()[-1] == "Finished"
 
 
@@ -191,7 +191,7 @@ def test_saved_is_what_the_trainer_saves_and_at_each_every_steps_and_rotation_fi
 ) -> None:
     run, daemon = Run(tmp_path / "run", every_steps=5), Daemon()
     Life(run.life(daemon), save_strategy="steps", save_steps=4, save_total_limit=1, logging_steps=1)
-    names = [message.name for message in daemon.heard(Saved)]
+    names = [message.name for message in daemon.heard(RankSaved)]
     assert names == [f"step_{step:06d}" for step in (4, 5, 8, 10, 12)]
     # Without it the daemon takes a slow save for silence.
     assert [(m.request_id, m.step) for m in daemon.heard(SaveStarted)] == [(0, s) for s in (4, 5, 8, 10, 12)]
@@ -212,7 +212,7 @@ def test_behind_its_last_step_no_further_one_is_trained(tmp_path: Path) -> None:
 def test_asked_at_its_last_step_it_is_done_and_not_stopped(tmp_path: Path) -> None:
     daemon = Daemon({12: stop()})
     assert not Life(Run(tmp_path / "run").life(daemon)).stopped
-    assert daemon.kinds() == ["SaveStarted", "PartSaved", "Saved", "Finished"]
+    assert daemon.kinds() == ["SaveStarted", "PartSaved", "RankSaved", "Finished"]
 
 
 def test_within_a_with_block_the_run_is_done_at_its_end_only(tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def test_an_evaluation_for_which_there_is_no_time_is_left_out_and_said(tmp_path:
     soon = SaveRequest(request_id=1, stop=True, seconds_left=1e-9)
     run, daemon = Run(tmp_path / "run"), Daemon({4: soon})
     assert Life(run.life(daemon), eval_strategy="steps", eval_steps=2).stopped
-    [notice] = daemon.heard(Notice)
+    [notice] = daemon.heard(RankNotice)
     assert "the evaluation of step 4 is left out" in notice.text
     assert notice.loud
 
@@ -278,7 +278,7 @@ def test_in_the_middle_of_a_step_it_says_so_where_the_end_comes_too_late(tmp_pat
 
     run, daemon = Run(tmp_path / "run"), Daemon()
     Life(run.life(daemon), AskedAtAStep())
-    [failed] = daemon.heard(SaveFailed)
+    [failed] = daemon.heard(RankSaveFailed)
     assert "the end of the step cannot be reached" in failed.reason
     assert daemon.told.index(failed) < daemon.told.index(daemon.heard(SaveStarted)[0])
 
@@ -293,7 +293,7 @@ def test_a_save_that_fails_loses_itself_only(tmp_path: Path, monkeypatch: pytest
         patched.setattr("verl_slurm.loops.step_end.commit_tree", full)
         with pytest.raises(Exception, match="committing the checkpoint failed"):
             Life(session)  # the last step's is not lost in silence
-    assert [type(m) for m in daemon.told if isinstance(m, SaveFailed)] == [SaveFailed] * 3
+    assert [type(m) for m in daemon.told if isinstance(m, RankSaveFailed)] == [RankSaveFailed] * 3
     assert not daemon.heard(Finished)
     assert not list(run.paths.work(1).iterdir())
 
@@ -324,10 +324,10 @@ def test_batches_that_did_not_fit_leave_the_output_directory_the_users(
     assert straight.trainer.args.output_dir == str(tmp_path / "straight/out")
     assert torch.equal(resumed.weights, straight.weights)
     assert ended.steps()[:2] == [4, 5]
-    assert [(notice.loud, "did not fit" in notice.text) for notice in asked.heard(Notice)] == [
+    assert [(notice.loud, "did not fit" in notice.text) for notice in asked.heard(RankNotice)] == [
         (False, True)
     ] * 2
-    assert not ended.heard(Notice), "the size that fits is in the checkpoint"
+    assert not ended.heard(RankNotice), "the size that fits is in the checkpoint"
 
 
 def test_steps_that_are_done_again_since_a_later_batch_did_not_fit_are_said(
@@ -336,7 +336,7 @@ def test_steps_that_are_done_again_since_a_later_batch_did_not_fit_are_said(
     too_large_until(3, 3, monkeypatch)
     run, daemon = Run(tmp_path / "run", every_steps=2), Daemon()
     life = Life(run.life(daemon), auto_find_batch_size=True)
-    [notice] = daemon.heard(Notice)
+    [notice] = daemon.heard(RankNotice)
     assert notice.loud
     assert "Steps 1 to 3 are done again" in notice.text
     assert daemon.steps() == [0, 1, 2, 3, *range(13)]
@@ -418,7 +418,9 @@ def test_settings_that_cost_data_of_an_interrupted_epoch_are_said(
     for daemon in (first, second):
         Life(run.life(daemon), data=Rows(), **settings)
     said = [
-        (notice.loud, word in notice.text) for daemon in (first, second) for notice in daemon.heard(Notice)
+        (notice.loud, word in notice.text)
+        for daemon in (first, second)
+        for notice in daemon.heard(RankNotice)
     ]
     assert said == [(False, True), (True, True)], "loud where it has cost something"
 
@@ -457,7 +459,7 @@ def test_the_checkpoint_of_the_run_takes_the_place_of_one_that_the_script_names(
     Life(run.life(Daemon({4: stop()})), own=own if own is True else None)
     Life(run.life(daemon), own=own)
     assert daemon.steps()[0] == 4
-    said = [notice.text for notice in daemon.heard(Notice)]
+    said = [notice.text for notice in daemon.heard(RankNotice)]
     assert [text.partition(": the run goes on from ")[0] for text in said] == (
         [f"resume_from_checkpoint={own} is not used"] if own else []
     )
@@ -526,6 +528,8 @@ def test_early_stopping_counts_on_over_an_interruption(tmp_path: Path, step: int
     assert lived(daemon, patience).trainer.state.global_step == 5
     assert patience.early_stopping_patience_counter == 4
     assert [message.step for message in daemon.heard(Finished)] == [5]
-    [said] = [notice.text for notice in daemon.heard(Notice) if "no state of the callbacks" in notice.text]
+    [said] = [
+        notice.text for notice in daemon.heard(RankNotice) if "no state of the callbacks" in notice.text
+    ]
     assert "Own" in said
     assert "EarlyStopping" not in said

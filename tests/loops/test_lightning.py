@@ -16,7 +16,7 @@ from tests.loops.frames_kit import Run, save, stop
 from verl_slurm.base.errors import ConfigError, DataError
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.loops.data import ResumableDataLoader
-from verl_slurm.wire.messages import Finished, Notice, Saved, SaveStarted
+from verl_slurm.wire.messages import Finished, RankNotice, RankSaved, SaveStarted
 
 pytestmark = [
     pytest.mark.torch,
@@ -124,8 +124,8 @@ class Life:
 def test_asked_to_stop_it_saves_at_the_end_of_the_step_and_leaves(tmp_path: Path) -> None:
     run, daemon = Run(tmp_path / "run"), Daemon({4: stop()})
     assert Life(run.life(daemon)).stopped
-    assert daemon.kinds() == ["SaveStarted", "PartSaved", "Saved", "Stopped"]
-    assert [message.name for message in daemon.heard(Saved)] == ["step_000004"]
+    assert daemon.kinds() == ["SaveStarted", "PartSaved", "RankSaved", "Stopped"]
+    assert [message.name for message in daemon.heard(RankSaved)] == ["step_000004"]
     [checkpoint] = run.checkpoints()
     verdict = verify(checkpoint)
     assert verdict.ok, verdict.one_line()
@@ -172,7 +172,7 @@ def test_a_run_stopped_again_and_again_ends_bit_for_bit_as_if_it_had_not_been(tm
     for step in (2, 5, 6, 10, 13):
         daemon = Daemon({step: stop()})
         assert Life(run.life(daemon), validates=True).stopped
-        assert [message.name for message in daemon.heard(Saved)] == [f"step_{step:06d}"]
+        assert [message.name for message in daemon.heard(RankSaved)] == [f"step_{step:06d}"]
     assert torch.equal(Life(run.life(Daemon()), validates=True).weights, straight.weights)
 
 
@@ -201,7 +201,7 @@ def test_killed_without_a_word_it_goes_on_from_the_newest_checkpoint_bit_for_bit
 def test_a_save_that_somebody_asks_for_stops_nothing_and_the_run_says_how_often(tmp_path: Path) -> None:
     run, daemon = Run(tmp_path / "run", every_steps=6), Daemon({3: save()})
     assert not Life(run.life(daemon)).stopped
-    names = [message.name for message in daemon.heard(Saved)]
+    names = [message.name for message in daemon.heard(RankSaved)]
     assert names == [f"step_{step:06d}" for step in (3, 6, 12, 15)]
     assert daemon.kinds()[-1] == "Finished"
 
@@ -221,7 +221,7 @@ def test_asked_at_its_last_step_it_is_done_and_not_stopped(tmp_path: Path, setti
     last = settings.get("max_steps", 5)
     daemon = Daemon({last: stop()})
     assert not Life(Run(tmp_path / "run").life(daemon), **settings).stopped
-    assert daemon.kinds() == ["SaveStarted", "PartSaved", "Saved", "Finished"]
+    assert daemon.kinds() == ["SaveStarted", "PartSaved", "RankSaved", "Finished"]
 
 
 def test_what_is_asked_during_a_validation_is_done_before_the_next_step(tmp_path: Path) -> None:
@@ -258,8 +258,11 @@ def test_a_loader_that_cannot_be_resumed_is_told_of(tmp_path: Path) -> None:
     first, second = Daemon({2: stop()}), Daemon()
     Life(run.life(first), loader=torch.utils.data.DataLoader)
     Life(run.life(second), loader=torch.utils.data.DataLoader)
-    assert [message.loud for message in (*first.heard(Notice), *second.heard(Notice))] == [False, True]
-    assert all("ResumableDataLoader" in message.text for message in second.heard(Notice))
+    assert [message.loud for message in (*first.heard(RankNotice), *second.heard(RankNotice))] == [
+        False,
+        True,
+    ]
+    assert all("ResumableDataLoader" in message.text for message in second.heard(RankNotice))
 
 
 def test_no_data_is_refused_and_not_taken_for_the_end(tmp_path: Path) -> None:
@@ -297,7 +300,7 @@ def test_the_checkpoint_of_the_run_takes_the_place_of_one_that_the_script_names(
     for each in (asked, daemon):
         Life(run.life(each), fit={"ckpt_path": own})
     assert daemon.steps()[0] == 4
-    said = [notice.text for notice in daemon.heard(Notice)]
+    said = [notice.text for notice in daemon.heard(RankNotice)]
     assert [text.partition(": the run goes on from ")[0] for text in said] == (
         ["ckpt_path=last is not used"] if own else []
     )
@@ -325,7 +328,7 @@ def test_a_learning_rate_is_looked_for_once(tmp_path: Path) -> None:
     assert Life(run.life(Daemon({4: stop()})), finder()).stopped
     resumed = Life(run.life(ended), finder())
     assert torch.equal(straight.weights, resumed.weights)
-    assert any("not run again" in notice.text for notice in ended.heard(Notice))
+    assert any("not run again" in notice.text for notice in ended.heard(RankNotice))
 
 
 def test_a_batch_size_that_no_checkpoint_keeps_is_refused(tmp_path: Path) -> None:
@@ -347,10 +350,10 @@ def test_loaders_are_made_again_when_they_would_be_without_the_interruption(tmp_
     run, asked, daemon = Run(tmp_path / "run"), Daemon({22: stop()}), Daemon()
     settings = {"reload_dataloaders_every_n_epochs": 3, "max_epochs": 7}
     assert Life(run.life(asked), **settings).stopped
-    assert not asked.heard(Notice)
+    assert not asked.heard(RankNotice)
     resumed = Life(run.life(daemon), **settings)
     assert resumed.trainer.fit_loop._last_train_dl_reload_epoch == 6
-    [notice] = daemon.heard(Notice)
+    [notice] = daemon.heard(RankNotice)
     assert notice.loud
     assert "in epoch 4, and without the interruption they would be those of epoch 3" in notice.text
 
@@ -407,7 +410,7 @@ def test_a_best_checkpoint_and_the_loggers_directory_outlast_an_interruption(
     with file.open(newline="") as lines:
         steps = [int(row["step"]) for row in csv.DictReader(lines) if row["loss"]]
     assert steps == sorted(set(range(15)) - lost)
-    assert not [notice for notice in daemon.heard(Notice) if "interruption" in notice.text]
+    assert not [notice for notice in daemon.heard(RankNotice) if "interruption" in notice.text]
 
 
 def test_a_best_checkpoint_that_is_forgotten_is_said(tmp_path: Path) -> None:
@@ -415,6 +418,6 @@ def test_a_best_checkpoint_that_is_forgotten_is_said(tmp_path: Path) -> None:
     assert _with_logger(run, Daemon({7: stop()}))[2].stopped
     daemon = Daemon()
     _with_logger(run, daemon, logger=CSVLogger(run.paths.root / "another"))
-    [said] = [notice for notice in daemon.heard(Notice) if "forgotten" in notice.text]
+    [said] = [notice for notice in daemon.heard(RankNotice) if "forgotten" in notice.text]
     assert said.loud
     assert "another" in said.text

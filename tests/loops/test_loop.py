@@ -25,7 +25,15 @@ from verl_slurm.checkpoint.inspect.compare import compare, newest_checkpoint
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.loops.session import Session
 from verl_slurm.save.ranks.collective import RanksFailed
-from verl_slurm.wire.messages import Finished, FromRank, Notice, Refused, Saved, SaveFailed, Stopped
+from verl_slurm.wire.messages import (
+    Finished,
+    FromRank,
+    RankNotice,
+    RankRefused,
+    RankSaved,
+    RankSaveFailed,
+    Stopped,
+)
 
 pytestmark = pytest.mark.torch
 
@@ -120,7 +128,7 @@ def test_it_saves_as_configured_keeps_what_it_should_and_says_when_all_is_done(
     alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = alone.life(monkeypatch, 7)
-    saved = [m for m in said if isinstance(m, Saved)]
+    saved = [m for m in said if isinstance(m, RankSaved)]
     assert [(m.name, m.request_id) for m in saved] == [(f"step_{step:06d}", 0) for step in (2, 4, 6, 7)]
     assert saved[-1].reason == "all steps are done"
     assert said[-1] == Finished(rank=0, step=7)
@@ -151,7 +159,7 @@ def test_a_stream_that_shuffles_in_a_buffer_is_said_and_loudly_where_it_has_cost
     first = alone.life(monkeypatch, 2, stream=Stream())
     second = alone.life(monkeypatch, 4, resume="step_000002", stream=Stream())
     said = [
-        [(m.loud, "stream shuffles" in m.text) for m in life if isinstance(m, Notice)]
+        [(m.loud, "stream shuffles" in m.text) for m in life if isinstance(m, RankNotice)]
         for life in (first, second)
     ]
     assert said == [[(False, True)], [(True, True)]]
@@ -161,7 +169,7 @@ def test_asked_to_save_in_mid_step_it_does_so_at_the_steps_end_and_goes_on(
     alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = alone.life(monkeypatch, 4, ask=(0, False))
-    first = next(m for m in said if isinstance(m, Saved))
+    first = next(m for m in said if isinstance(m, RankSaved))
     assert (first.name, first.request_id) == ("step_000001", 1)
     assert isinstance(said[-1], Finished)
 
@@ -193,7 +201,7 @@ def test_a_save_that_fails_is_said_and_the_loop_leaves_all_the_same(
     monkeypatch.setattr(Agent, "heard", lambda self, heard=Agent.heard: said.extend(heard(self)) or said)
     with pytest.raises(SystemExit):
         alone.life(monkeypatch, 9, ask=(0, True))
-    failed = next(m for m in said if isinstance(m, SaveFailed))
+    failed = next(m for m in said if isinstance(m, RankSaveFailed))
     assert "No space left" in failed.reason
     assert said[-1] == Stopped(rank=0, request_id=1)
     assert alone.names == []
@@ -223,7 +231,7 @@ def test_an_error_of_the_loop_is_a_crash_and_no_last_word(
         with pytest.raises(ZeroDivisionError), verl_slurm.run(model=alone.model) as run:
             for _ in run.steps(9):
                 raise ZeroDivisionError
-        assert not any(isinstance(m, Finished | Refused | Stopped) for m in agent.heard())
+        assert not any(isinstance(m, Finished | RankRefused | Stopped) for m in agent.heard())
 
 
 def test_a_checkpoint_of_other_objects_is_refused_before_anything_is_changed(
@@ -237,7 +245,7 @@ def test_a_checkpoint_of_other_objects_is_refused_before_anything_is_changed(
         with pytest.raises(RanksFailed, match="does not fit these objects"):
             verl_slurm.run(model=alone.model, other=nn.Linear(1, 1)).__enter__()
         refused = agent.heard()[-1]
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, RankRefused)
     assert "expected model" in refused.reason
 
 
@@ -336,7 +344,7 @@ def test_a_step_that_ends_too_late_is_said_at_once_and_not_waited_for(
                 agent.ask(stop=True, seconds_left=1e-9)
                 assert heard.wait(60.0)
                 raise ZeroDivisionError  # the daemon has taken us down by now
-        said = [m for m in agent.heard() if isinstance(m, SaveFailed)]
+        said = [m for m in agent.heard() if isinstance(m, RankSaveFailed)]
     assert [m.reason for m in said] == ["the end of the step cannot be reached: the deadline is over"]
 
 

@@ -15,10 +15,10 @@ from verl_slurm.loops.session import Session
 from verl_slurm.wire.messages import (
     Finished,
     Progress,
+    RankRefused,
+    RankSaved,
+    RankSaveFailed,
     RankStarted,
-    Refused,
-    Saved,
-    SaveFailed,
     SaveStarted,
     Stopped,
 )
@@ -81,7 +81,7 @@ def test_a_life_is_told_in_the_ranks_own_words(paths: RunPaths) -> None:
     assert [type(m) for m in said if not isinstance(m, Progress)] == [
         RankStarted,
         SaveStarted,
-        Saved,
+        RankSaved,
         Finished,
     ]
     rows = [json.loads(line) for line in paths.steps.read_text().splitlines()]
@@ -106,7 +106,7 @@ def test_a_request_is_new_until_it_is_answered(paths: RunPaths) -> None:
         session.close()
         failed, stopped = agent.heard()[-2:]
     assert (failed, stopped) == (
-        SaveFailed(rank=0, request_id=second, reason="no room"),
+        RankSaveFailed(rank=0, request_id=second, reason="no room"),
         Stopped(rank=0, request_id=second),
     )
 
@@ -156,7 +156,7 @@ def test_what_no_start_would_change_is_said_with_its_exit_code(paths: RunPaths) 
         session.refused(DataError("the data is gone", where="/data"))
         session.close()
         said = agent.heard()[-1]
-    assert said == Refused(rank=0, exit_code=11, reason="the data is gone: /data")
+    assert said == RankRefused(rank=0, exit_code=11, reason="the data is gone: /data")
 
 
 def test_the_story_of_a_thousand_ranks_does_not_end_the_line(paths: RunPaths) -> None:
@@ -168,4 +168,4 @@ def test_the_story_of_a_thousand_ranks_does_not_end_the_line(paths: RunPaths) ->
         session.finished(3)
         session.close()
         said = agent.heard()
-    assert [type(message) for message in said[-3:]] == [SaveFailed, Refused, Finished]
+    assert [type(message) for message in said[-3:]] == [RankSaveFailed, RankRefused, Finished]

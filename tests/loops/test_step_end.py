@@ -21,10 +21,10 @@ from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.loops import step_end
 from verl_slurm.loops.session import Session
 from verl_slurm.wire.messages import (
-    Notice,
     PartSaved,
-    Saved,
-    SaveFailed,
+    RankNotice,
+    RankSaved,
+    RankSaveFailed,
     SaveRequest,
     SaveStarted,
 )
@@ -114,8 +114,8 @@ def test_a_periodic_save_is_a_checkpoint_and_every_part_of_it_is_told(bench: Ben
     manifest = require_guest(info.path, "verl", world_size=2)
     assert "global_step_2/huggingface/config.json" in {entry.path for entry in manifest.files}
     assert (manifest.step, manifest.metrics) == (2, {"loss": 1.5})
-    assert bench.line.kinds() == ["SaveStarted", "PartSaved", "Saved"]
-    [started], [part], [saved] = (bench.line.heard(kind) for kind in (SaveStarted, PartSaved, Saved))
+    assert bench.line.kinds() == ["SaveStarted", "PartSaved", "RankSaved"]
+    [started], [part], [saved] = (bench.line.heard(kind) for kind in (SaveStarted, PartSaved, RankSaved))
     assert (started.request_id, part.request_id, saved.request_id) == (0, 0, 0)
     assert (saved.name, saved.reason) == ("step_000002", WHY)
     assert bench.saver.saved_step == 2
@@ -125,18 +125,18 @@ def test_a_save_that_was_asked_for_answers_that_request_once(bench: Bench) -> No
     assert bench.step(3, STOP) == STOP
     assert bench.step(3) == STOP, "it is open"
     bench.save(3)
-    [saved] = bench.line.heard(Saved)
+    [saved] = bench.line.heard(RankSaved)
     assert (saved.request_id, saved.reason) == (5, "the job ends")
     assert bench.saver.stopping == STOP
     bench.saver.leave()
-    assert bench.line.kinds() == ["SaveStarted", "PartSaved", "Saved", "Stopped"]
+    assert bench.line.kinds() == ["SaveStarted", "PartSaved", "RankSaved", "Stopped"]
     assert bench.step(4) is None, "answered"
 
 
 def test_an_operators_request_is_a_save_and_training_goes_on(bench: Bench) -> None:
     bench.step(3, SAVE)
     bench.save(3)
-    assert [saved.reason for saved in bench.line.heard(Saved)] == ["asked for"]
+    assert [saved.reason for saved in bench.line.heard(RankSaved)] == ["asked for"]
     assert bench.saver.stopping is None
 
 
@@ -145,11 +145,11 @@ def test_a_step_that_is_saved_already_is_not_written_again(bench: Bench) -> None
     bench.step(3, STOP)
     bench.save(3)
     assert bench.wrote == [3]
-    assert [(saved.name, saved.request_id) for saved in bench.line.heard(Saved)] == [
+    assert [(saved.name, saved.request_id) for saved in bench.line.heard(RankSaved)] == [
         ("step_000003", 0),
         ("step_000003", 5),
     ]
-    assert bench.line.heard(Saved)[1].reason == "the job ends; nothing new since"
+    assert bench.line.heard(RankSaved)[1].reason == "the job ends; nothing new since"
 
 
 def test_a_save_that_the_storage_refuses_is_said_and_the_one_before_counts(
@@ -160,7 +160,7 @@ def test_a_save_that_the_storage_refuses_is_said_and_the_one_before_counts(
     monkeypatch.setattr(step_end, "commit_tree", full)
     bench.step(4, STOP)
     assert bench.save(4) is not None
-    [failed] = bench.line.heard(SaveFailed)
+    [failed] = bench.line.heard(RankSaveFailed)
     assert failed.request_id == 5
     assert "No space left" in failed.reason
     assert bench.saver.saved_step == 2
@@ -171,7 +171,7 @@ def test_a_save_that_the_storage_refuses_is_said_and_the_one_before_counts(
     monkeypatch.undo()
     bench.save(8, last=True)
     assert bench.names() == ["step_000008", "step_000002"]
-    assert bench.line.heard(Saved)[-1].reason == "all steps are done"
+    assert bench.line.heard(RankSaved)[-1].reason == "all steps are done"
 
 
 def test_the_last_save_is_tried_again_when_storage_fails(
@@ -182,8 +182,8 @@ def test_the_last_save_is_tried_again_when_storage_fails(
     monkeypatch.setattr(step_end, "commit_tree", lambda *given, **more: next(tries)(*given, **more))
     assert bench.save(8, last=True) is None
     assert bench.names() == ["step_000008"]
-    assert len(bench.line.heard(SaveFailed)) == 2
-    assert any("tried again" in notice.text for notice in bench.line.heard(Notice))
+    assert len(bench.line.heard(RankSaveFailed)) == 2
+    assert any("tried again" in notice.text for notice in bench.line.heard(RankNotice))
 
 
 def test_an_incarnation_that_no_longer_owns_the_run_commits_nothing(beside: Bench) -> None:
@@ -214,7 +214,7 @@ def test_a_framework_that_writes_by_itself_says_so_before(bench: Bench) -> None:
     bench.saver.begins(3)
     assert bench.saver.saving
     bench.save(3)
-    assert bench.line.kinds() == ["SaveStarted", "PartSaved", "Saved"]
+    assert bench.line.kinds() == ["SaveStarted", "PartSaved", "RankSaved"]
     assert not bench.saver.saving
 
 
@@ -226,7 +226,7 @@ def test_a_request_that_the_loop_has_taken_is_nobody_elses(bench: Bench) -> None
     over = SaveRequest(request_id=1, stop=True, seconds_left=-1.0)  # no step could be reached
     assert bench.step(4, over) is not None
     watch.look()
-    assert bench.line.heard(SaveFailed) == []
+    assert bench.line.heard(RankSaveFailed) == []
 
 
 def test_without_a_run_the_framework_saves_as_it_does(tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def test_training_goes_on_beside_a_periodic_commit_and_the_next_save_waits_for_i
     may.set()
     beside.step(4, STOP)
     beside.save(4)
-    assert [saved.name for saved in beside.line.heard(Saved)] == ["step_000002", "step_000004"]
+    assert [saved.name for saved in beside.line.heard(RankSaved)] == ["step_000002", "step_000004"]
     assert (beside.paths.checkpoint(4) / "tracker.txt").read_bytes() == b"4"
 
 
@@ -281,12 +281,12 @@ def test_a_save_that_is_under_way_is_not_thrown_away_with_the_step(
     beside.save(3)
     beside.line.asked = SaveRequest(request_id=1, stop=True, seconds_left=-1.0)
     watch.look()
-    assert not beside.line.heard(SaveFailed)
+    assert not beside.line.heard(RankSaveFailed)
     may.set()
     beside.saver.settle()
     watch.look()
-    assert [saved.name for saved in beside.line.heard(Saved)] == ["step_000003"]
-    assert len(beside.line.heard(SaveFailed)) == 1
+    assert [saved.name for saved in beside.line.heard(RankSaved)] == ["step_000003"]
+    assert len(beside.line.heard(RankSaveFailed)) == 1
 
 
 def test_a_save_that_the_loop_waits_for_is_not_thrown_away_either(
@@ -305,8 +305,8 @@ def test_a_save_that_the_loop_waits_for_is_not_thrown_away_either(
     monkeypatch.setattr(step_end, "commit_tree", struck)
     beside.step(3, SAVE)
     beside.save(3)
-    assert [saved.name for saved in beside.line.heard(Saved)] == ["step_000003"]
-    assert not beside.line.heard(SaveFailed)
+    assert [saved.name for saved in beside.line.heard(RankSaved)] == ["step_000003"]
+    assert not beside.line.heard(RankSaveFailed)
 
 
 def test_a_periodic_save_that_cannot_fit_is_not_begun_unless_it_is_the_last_chance(
@@ -319,7 +319,9 @@ def test_a_periodic_save_that_cannot_fit_is_not_begun_unless_it_is_the_last_chan
     beside.save(4)
     beside.saver.settle()
     assert (beside.saver.saved_step, beside.wrote) == (2, [2])
-    assert any("step 4 is not saved" in notice.text and notice.loud for notice in beside.line.heard(Notice))
+    assert any(
+        "step 4 is not saved" in notice.text and notice.loud for notice in beside.line.heard(RankNotice)
+    )
     beside.step(5, SAVE)
     beside.save(5)
     assert beside.saver.saved_step == 5

@@ -14,7 +14,7 @@ from tests.loops.frames_kit import Run, stop, two_ranks
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.save.ranks.collective import Collective
-from verl_slurm.wire.messages import Finished, SaveFailed
+from verl_slurm.wire.messages import Finished, RankSaveFailed
 
 datasets = pytest.importorskip("datasets", reason="NOT RUN: TRL is not installed: make trl")
 pytest.importorskip("trl", reason="NOT RUN: TRL is not installed: make trl")
@@ -150,7 +150,7 @@ def test_completions_that_cannot_be_saved_cost_themselves_and_not_the_checkpoint
     settings = {"steps_per_generation": 4, "max_steps": 4}
     first = online(run.life(daemon), Strange, **settings).train()
     assert first.stopped
-    assert not daemon.heard(SaveFailed)
+    assert not daemon.heard(RankSaveFailed)
     [said] = daemon.notices("ledger")
     assert "the completions of this cycle are not in the checkpoint of step 3" in said
     assert "found object" in said

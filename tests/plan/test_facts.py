@@ -10,7 +10,7 @@ from verl_slurm.base.errors import SlurmMissing
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.doctor.places import PlaceReport
 from verl_slurm.plan import facts
-from verl_slurm.plan.inputs import Known, complete
+from verl_slurm.plan.inputs import KnownValue, complete
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.facts import PartitionFacts
 from verl_slurm.slurm.parse import PastJobs
@@ -51,7 +51,7 @@ PREEMPTS = {"PreemptType": "preempt/partition_prio", "SlurmdTimeout": "60 sec", 
 PAST = PastJobs(waits_s=(10.0, 20.0, 90.0), ran_s=4 * 86400.0, thrown_out=6)
 
 
-def told(client: Told) -> tuple[dict[str, Known], list[str]]:
+def told(client: Told) -> tuple[dict[str, KnownValue], list[str]]:
     return asyncio.run(facts.from_slurm(run_config(), client))
 
 
@@ -69,7 +69,7 @@ def test_without_a_grace_time_kill_wait_is_the_warning() -> None:
 
 def test_a_partition_that_nothing_preempts_has_no_preemptions() -> None:
     found, _ = told(Told({"PreemptType": "preempt/none"}, PAST))
-    assert found["notices_per_day"] == Known(0.0, "Slurm", "nothing preempts jobs of partition gpu")
+    assert found["notices_per_day"] == KnownValue(0.0, "Slurm", "nothing preempts jobs of partition gpu")
 
 
 def test_without_accounting_the_rest_is_still_told() -> None:

@@ -11,16 +11,24 @@ from hypothesis import given, settings, strategies as st
 from verl_slurm.checkpoint.decide.cadence import daly_interval_s
 from verl_slurm.config.schema import CheckpointConfig
 from verl_slurm.plan.inputs import schedule_of
-from verl_slurm.plan.simulate import NEVER, Model, Outcome, Strike, Strikes, random_strikes, simulate
+from verl_slurm.plan.simulate import (
+    NEVER,
+    RunModel,
+    SimulatedOutcome,
+    Strike,
+    Strikes,
+    random_strikes,
+    simulate,
+)
 
-PLAIN = Model(steps=200, step_s=10.0)
+PLAIN = RunModel(steps=200, step_s=10.0)
 
 
 def saves_each(steps: int) -> CheckpointConfig:
     return CheckpointConfig(every_steps=steps, runtime_every_steps=steps)
 
 
-def run(model: Model, every: int = 10, seed: int = 0, strikes: Strikes | None = None) -> Outcome:
+def run(model: RunModel, every: int = 10, seed: int = 0, strikes: Strikes | None = None) -> SimulatedOutcome:
     schedule = schedule_of(saves_each(every), model)
     return simulate(
         model, schedule, strikes or random_strikes(model, Random(f"strikes {seed}")), Random(f"waits {seed}")
@@ -32,14 +40,14 @@ def struck(*strikes: Strike) -> Strikes:
     return lambda begins, trains: next(left, NEVER)
 
 
-def fates(model: Model, every: int, seeds: int) -> list[Outcome]:
+def fates(model: RunModel, every: int, seeds: int) -> list[SimulatedOutcome]:
     return [run(model, every, seed) for seed in range(seeds)]
 
 
 # ---- Daly (2006): blocking saves, restarts that can fail, no ledger
 
 _MTBF_S, _SAVE_S, _RESTART_S = 3600.0, 20.0, 60.0
-_DALY = Model(
+_DALY = RunModel(
     steps=2000,
     step_s=10.0,
     save_s=_SAVE_S,
@@ -126,7 +134,7 @@ def test_what_was_sampled_once_is_replayed() -> None:
 
 
 def test_a_guest_that_cannot_end_its_step_in_time_leaves_at_once() -> None:
-    guest = Model(steps=50, step_s=100.0, at_step_end=True, emergency_s=5.0, margin_s=3.0)
+    guest = RunModel(steps=50, step_s=100.0, at_step_end=True, emergency_s=5.0, margin_s=3.0)
     late = run(guest, strikes=struck(Strike("notice", 40.0, 30.0)))
     assert (late.unsaved, late.spent.leave) == (1, 0.0)
     soon = run(guest, strikes=struck(Strike("notice", 95.0, 30.0)))
@@ -135,7 +143,7 @@ def test_a_guest_that_cannot_end_its_step_in_time_leaves_at_once() -> None:
 
 
 def test_verl_saves_the_step_before_where_the_end_of_this_one_is_too_far() -> None:
-    verl = Model(
+    verl = RunModel(
         steps=50, step_s=100.0, at_step_end=True, keeps_step_before=True, emergency_s=5.0, margin_s=3.0
     )
     outcome = run(verl, strikes=struck(Strike("notice", 340.0, 30.0)))
@@ -159,7 +167,7 @@ def test_a_copy_on_the_nodes_serves_a_restart_in_place() -> None:
 
 
 def test_a_run_that_gets_nowhere_is_given_up() -> None:
-    hopeless = Model(steps=100, step_s=100.0, crashes_per_s=1.0, in_place_s=10.0)
+    hopeless = RunModel(steps=100, step_s=100.0, crashes_per_s=1.0, in_place_s=10.0)
     assert not run(hopeless).finished
 
 
@@ -182,7 +190,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
 # ---- whatever the model
 
 MODELS = st.builds(
-    Model,
+    RunModel,
     steps=st.integers(1, 60),
     step_s=st.floats(0.5, 50.0),
     warm_up_s=st.floats(0.0, 20.0),
@@ -218,7 +226,7 @@ MODELS = st.builds(
 
 @settings(max_examples=200, deadline=None)
 @given(MODELS, st.integers(1, 20), st.integers(0, 100))
-def test_every_allocated_second_has_one_label(model: Model, every: int, seed: int) -> None:
+def test_every_allocated_second_has_one_label(model: RunModel, every: int, seed: int) -> None:
     outcome = run(model, every, seed)
     assert outcome.spent.total == pytest.approx(outcome.clock_s, rel=1e-9, abs=1e-6)
     assert all(seconds >= -1e-9 for seconds in msgspec.structs.astuple(outcome.spent))

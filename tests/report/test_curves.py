@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 
 from verl_slurm.report.curves import Steps
-from verl_slurm.report.facts import Curve
+from verl_slurm.report.facts import RunCurve
 
 
 def rows(*steps: int, attempt: int = 1, **columns: float) -> list[dict[str, Any]]:
     return [{"step": float(step), "attempt": attempt, **columns} for step in steps]
 
 
-def curve(steps: Steps, name: str) -> Curve:
+def curve(steps: Steps, name: str) -> RunCurve:
     return next(one for one in steps.curves() if one.name == name)
 
 

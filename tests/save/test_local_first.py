@@ -26,7 +26,7 @@ from verl_slurm.save.ranks.collective import Collective, RanksFailed
 from verl_slurm.save.ranks.loader import load_tensors
 from verl_slurm.save.ranks.pending_save import PendingSave
 from verl_slurm.save.ranks.saver import SavedCheckpoint
-from verl_slurm.save.ranks.second_copy import SecondCopy
+from verl_slurm.save.ranks.second_copy import NodeCopies
 
 pytestmark = pytest.mark.torch
 
@@ -80,14 +80,14 @@ def test_where_shared_storage_is_first_nothing_is_said_of_one_copy(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told, begun, has_begun = Told(), list[PendingSave](), threading.Event()
-    begin = SecondCopy.begin
+    begin = NodeCopies.begin
 
-    def remembered(self: SecondCopy, save: PendingSave, *more: Any) -> Any:
+    def remembered(self: NodeCopies, save: PendingSave, *more: Any) -> Any:
         begun.append(save)
         has_begun.set()
         return begin(self, save, *more)
 
-    monkeypatch.setattr(SecondCopy, "begin", remembered)
+    monkeypatch.setattr(NodeCopies, "begin", remembered)
     with gate(world.local) as local:
         saving = world.begin(2, on_kept=told)
         assert local.reached.wait(60)

@@ -18,7 +18,7 @@ from tests.lanes import with_variants
 from tests.processes import captured
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import fail_node, preempt, restore_node
-from verl_slurm.slurm.cause import Cause, Trigger, decide_cause
+from verl_slurm.slurm.cause import JobCause, Trigger, decide_cause
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.facts import JobFacts
 
@@ -76,7 +76,7 @@ class Job:
         """Until it is COMPLETING."""
         return self.until(lambda facts: facts.state == "COMPLETING")
 
-    def cause(self, trigger: Trigger, moment: str) -> Cause:
+    def cause(self, trigger: Trigger, moment: str) -> JobCause:
         """What a lead of its first attempt would decide now; the moment is recorded."""
         facts = self.facts()
         self._record(moment)

@@ -9,13 +9,13 @@ import pytest
 from tests.builders import run_config
 from verl_slurm.base.errors import DataError
 from verl_slurm.config.schema import DataConfig
-from verl_slurm.dataset.prompts.look import Look, Wanted, look_at
+from verl_slurm.dataset.prompts.look import PromptsLook, PromptsRequest, look_at
 from verl_slurm.submit.checks.data import check_data
 
 GOOD = {"prompt": "1+1=", "answer": "2"}
 
 
-def look(root: Path, rows: list[dict[str, Any]], kind: str = "jsonl") -> Look:
+def look(root: Path, rows: list[dict[str, Any]], kind: str = "jsonl") -> PromptsLook:
     root.mkdir(exist_ok=True)
     if kind == "jsonl":
         (root / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -27,7 +27,9 @@ def look(root: Path, rows: list[dict[str, Any]], kind: str = "jsonl") -> Look:
         pytest.importorskip("pyarrow.parquet").write_table(pa.Table.from_pylist(rows), root / "a.parquet")
     config = DataConfig(root=str(root))
     return look_at(
-        Wanted(data=config, root=str(root), key="data.root", tokenizer=None, has_template=True, seconds=60)
+        PromptsRequest(
+            data=config, root=str(root), key="data.root", tokenizer=None, has_template=True, seconds=60
+        )
     )
 
 

@@ -12,7 +12,7 @@ from verl_slurm.base.errors import DataError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.config.schema import DataConfig
 from verl_slurm.dataset.prompts.directory import prompts_below
-from verl_slurm.dataset.prompts.look import Wanted, WantedRows, look_at, look_at_rows
+from verl_slurm.dataset.prompts.look import PromptsRequest, WantedRows, look_at, look_at_rows
 from verl_slurm.submit.checks.data import check_data, recognize
 
 BAD = "bad \ud83d text"
@@ -31,7 +31,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 def look(root: Path, *, template: str | None = None, limit: int | None = None) -> None:
-    wanted = Wanted(
+    wanted = PromptsRequest(
         data=DataConfig(root=str(root), limit=limit),
         root=str(root),
         key="data.root",

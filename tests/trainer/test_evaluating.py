@@ -25,7 +25,7 @@ from verl_slurm.config.roles import eval_metrics, step_metrics
 from verl_slurm.journal.steps import last_steps
 from verl_slurm.save.ranks.compare import compare
 from verl_slurm.trainer.loop import Ending
-from verl_slurm.wire.messages import Progress, Saved
+from verl_slurm.wire.messages import Progress, RankSaved
 
 pytestmark = pytest.mark.torch
 
@@ -142,7 +142,7 @@ def test_a_new_best_of_the_evaluation_is_saved_kept_and_told(runs: Runs) -> None
     assert runs.start(paths, line) is Ending.FINISHED
     values = [row["eval/reward"] for row in _history(paths)]
     bests = [step for step in range(1, STEPS + 1) if values[step - 1] > max([-1.0, *values[: step - 1]])]
-    saved = line.heard(Saved)
+    saved = line.heard(RankSaved)
     assert [int(m.name[5:]) for m in saved] == sorted({*bests, STEPS})
     assert saved[0].reason == f"the best eval/reward so far: {values[0]:g}"
     told = line.notices("evaluation")

@@ -55,7 +55,7 @@ from verl_slurm.save.ranks.compare import compare
 from verl_slurm.save.ranks.saver import SavedCheckpoint
 from verl_slurm.trainer import loop as loop_module
 from verl_slurm.trainer.loop import Ending, FinalSaveFailed, Loop, SaverLost
-from verl_slurm.trainer.pace import Pace
+from verl_slurm.trainer.pace import SavePace
 from verl_slurm.trainer.report import Reporter
 from verl_slurm.trainer.state.position import Position, StepShape
 from verl_slurm.trainer.state.train_state import TrainState, fresh_state
@@ -64,13 +64,13 @@ from verl_slurm.wire.control_page import PAGE_NAME, ControlPage
 from verl_slurm.wire.messages import (
     Finished,
     FromRank,
-    Notice,
     PartSaved,
     Progress,
+    RankNotice,
+    RankSaved,
+    RankSaveFailed,
     RankStarted,
-    Saved,
     SavedOnNodes,
-    SaveFailed,
     SaveRequest,
     SaveStarted,
     Stopped,
@@ -450,7 +450,7 @@ def _at_the_end(
         state=state,
         learner=None,  # type: ignore[arg-type]  # there is no work left
         checkpointer=saves,  # type: ignore[arg-type]
-        pace=Pace(config, RunPaths(tmp_path), Collective(None), reporter, step=STEPS, state_bytes=1),
+        pace=SavePace(config, RunPaths(tmp_path), Collective(None), reporter, step=STEPS, state_bytes=1),
         stopper=Stopper(line, list),
         reporter=reporter,
         saved_as=saved_as,
@@ -466,7 +466,7 @@ def test_a_run_is_not_finished_before_its_end_is_saved(
     with pytest.raises(FinalSaveFailed, match="disk full") as caught:
         loop.run()
     assert caught.value.exit_code is ExitCode.INTERNAL
-    assert [type(m) for m in line.told] == [SaveStarted, SaveFailed, Notice]
+    assert [type(m) for m in line.told] == [SaveStarted, RankSaveFailed, RankNotice]
 
 
 def test_a_last_save_that_fails_is_tried_again_before_the_run_goes_back(
@@ -475,13 +475,13 @@ def test_a_last_save_that_fails_is_tried_again_before_the_run_goes_back(
     monkeypatch.setattr(loop_module, "LAST_TRIES_S", (0.0, 0.0))
     loop, line = _at_the_end(tmp_path, _Saves("", "", "step_000002"))
     assert loop.run() is Ending.FINISHED
-    assert [len(line.heard(kind)) for kind in (SaveFailed, Saved, Finished)] == [2, 1, 1]
+    assert [len(line.heard(kind)) for kind in (RankSaveFailed, RankSaved, Finished)] == [2, 1, 1]
 
 
 def test_a_run_whose_end_is_saved_is_finished(tmp_path: Path) -> None:
     loop, line = _at_the_end(tmp_path, _Saves("step_000002"))
     assert loop.run() is Ending.FINISHED
-    assert [type(m) for m in line.told] == [SaveStarted, Saved, Finished]
+    assert [type(m) for m in line.told] == [SaveStarted, RankSaved, Finished]
     loop, line = _at_the_end(tmp_path, _Saves(), saved_as="step_000002")
     assert loop.run() is Ending.FINISHED
     assert [type(m) for m in line.told] == [Finished]
@@ -536,7 +536,7 @@ def test_ranks_obey_the_control_page_and_say_so(
     kinds = [type(message) for message in agent.messages]
     assert kinds.count(Stopped) == kinds.count(RankStarted) == 2
     assert sum(isinstance(m, SaveStarted) and m.request_id == 1 for m in agent.messages) == WORLD
-    saved = [m for m in agent.messages if isinstance(m, Saved) and m.request_id == 1]
+    saved = [m for m in agent.messages if isinstance(m, RankSaved) and m.request_id == 1]
     assert len(saved) == 1
     assert verify(paths.checkpoints / saved[0].name).ok
     assert all(m.new_rollouts > 0 for m in agent.messages if isinstance(m, Progress))
@@ -605,7 +605,7 @@ def test_an_end_that_only_the_nodes_disks_have_is_no_end(
     loop, line = _at_the_end(tmp_path, OnNodes())
     with pytest.raises(FinalSaveFailed, match="not on shared storage: full"):
         loop.run()
-    assert [m.on_shared for m in line.heard(Saved)] == [False]
+    assert [m.on_shared for m in line.heard(RankSaved)] == [False]
 
 
 @pytest.mark.parametrize("stop", [True, False])
@@ -629,7 +629,7 @@ def test_only_in_the_save_before_the_end_the_daemon_hears_at_once_of_the_nodes_c
     loop, line = _at_the_end(tmp_path, FirstOnNodes("step_000002"), line=Asking())
     loop.run()
     told = [type(m) for m in line.told]
-    assert told == [SaveStarted, *([PartSaved, SavedOnNodes] if stop else []), Saved, Finished]
+    assert told == [SaveStarted, *([PartSaved, SavedOnNodes] if stop else []), RankSaved, Finished]
 
 
 def test_without_its_saver_a_rank_is_a_crash_that_another_start_mends(tmp_path: Path) -> None:
@@ -645,4 +645,4 @@ def test_without_its_saver_a_rank_is_a_crash_that_another_start_mends(tmp_path: 
     with pytest.raises(SaverLost) as caught:
         loop.run()
     assert caught.value.exit_code is ExitCode.INTERNAL
-    assert line.heard(SaveFailed)
+    assert line.heard(RankSaveFailed)

@@ -15,7 +15,7 @@ from verl_slurm.loops.session import Session
 from verl_slurm.save.ranks.collective import Collective, RanksFailed
 from verl_slurm.trainer import __main__ as entry
 from verl_slurm.trainer.loop import FinalSaveFailed
-from verl_slurm.wire.messages import Refused
+from verl_slurm.wire.messages import RankRefused
 
 pytestmark = pytest.mark.torch
 
@@ -37,7 +37,7 @@ def _end(error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> t
     monkeypatch.setattr(entry, "_train", train)
     monkeypatch.setattr(os, "umask", lambda _: 0)
     code = entry.main(["--run", str(tmp_path), "--epoch", "1"])
-    return code, [message.exit_code for message in daemon.heard(Refused)]
+    return code, [message.exit_code for message in daemon.heard(RankRefused)]
 
 
 def test_what_no_start_can_change_is_refused_with_its_own_code(
@@ -78,7 +78,7 @@ def _end_of_sft(error: Exception, monkeypatch: pytest.MonkeyPatch) -> tuple[int,
 
     monkeypatch.setattr(sft.Session, "open", lambda: Session(daemon, rank=0, world_size=1))
     monkeypatch.setattr(sft, "_train", train)
-    return sft.main([]), [message.exit_code for message in daemon.heard(Refused)]
+    return sft.main([]), [message.exit_code for message in daemon.heard(RankRefused)]
 
 
 @pytest.mark.parametrize(

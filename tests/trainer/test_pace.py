@@ -14,7 +14,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import CheckpointConfig, StepInterval
 from verl_slurm.loops.session import Session
 from verl_slurm.save.ranks.collective import Collective
-from verl_slurm.trainer.pace import Pace
+from verl_slurm.trainer.pace import SavePace
 from verl_slurm.trainer.report import Reporter
 from verl_slurm.trainer.state.position import Position
 from verl_slurm.trainer.state.train_state import TrainState, fresh_state
@@ -48,7 +48,7 @@ class Run:
         ranks = ranks or Collective(None)
         session = Session(self.line, rank=ranks.rank, world_size=ranks.world_size)
         reporter = Reporter(session, total_steps=TOTAL, tensorboard=root / "tb", first_step=0)
-        self.pace = Pace(
+        self.pace = SavePace(
             self.config, self.paths, ranks, reporter, step=0, state_bytes=1, clock=lambda: self.now
         )
 

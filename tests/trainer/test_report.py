@@ -12,7 +12,7 @@ from verl_slurm.save.ranks.saver import SavedCheckpoint
 from verl_slurm.trainer import report
 from verl_slurm.trainer.report import Reporter
 from verl_slurm.wire.client import NoDaemon
-from verl_slurm.wire.messages import FromRank, Notice, Saved, SaveFailed
+from verl_slurm.wire.messages import FromRank, RankNotice, RankSaved, RankSaveFailed
 
 pytestmark = pytest.mark.torch
 
@@ -62,7 +62,7 @@ def test_the_daemon_hears_of_a_save_even_where_no_line_can_be_printed(
         reporter.save_failed(0, "no space")
         reporter.step_done(ROW, TIMINGS)
         reporter.close()
-    assert [type(message) for message in line.messages] == [Saved, SaveFailed]
+    assert [type(message) for message in line.messages] == [RankSaved, RankSaveFailed]
     assert log == ["send", "print", "send", "print", "print"]
 
 
@@ -123,7 +123,7 @@ def test_a_step_s_row_is_logged_until_the_disk_is_full_and_evaluations_have_curv
     assert len(drawn) == 3
     reporter.evaluated(ROW | {"eval/reward": 0.5}, 1.25, ", the best so far")
     (notice,) = line.messages
-    assert isinstance(notice, Notice)
+    assert isinstance(notice, RankNotice)
     assert (notice.topic, notice.loud) == ("evaluation", False)
     assert notice.text == "step 1: eval/reward 0.5  in 1.2 s, the best so far"
     Reporter(sessions[1], **options).step_done(ROW, TIMINGS)
@@ -138,7 +138,7 @@ def test_a_step_that_teaches_nothing_is_said_once(tmp_path: Path, capfd: pytest.
         reporter.step_done(ROW | {"equal_rewards": share, "reward": 1.0}, TIMINGS)
     reporter.close()
     (notice,) = line.messages
-    assert isinstance(notice, Notice)
+    assert isinstance(notice, RankNotice)
     assert (notice.topic, notice.loud) == ("reward", True)
     assert notice.text == "step 1: all rewards equal (1): nothing is learned from them"
 

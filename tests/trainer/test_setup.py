@@ -13,7 +13,7 @@ from verl_slurm.loops.session import Session
 from verl_slurm.trainer.state import frozen_copies
 from verl_slurm.trainer.state.frozen_copies import FrozenCopies
 from verl_slurm.trainer.state.orchestration import describe, moved
-from verl_slurm.wire.messages import Notice
+from verl_slurm.wire.messages import RankNotice
 
 
 def test_a_start_finds_a_frozen_copy_that_rotted_tells_the_daemon_and_makes_a_new_one(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_a_start_finds_a_frozen_copy_that_rotted_tells_the_daemon_and_makes_a_ne
     (paths.frozen / seen.digest / "config.json").write_bytes(b"[]")
     copies.store({model: seen})
     (notice,) = line.told
-    assert isinstance(notice, Notice)
+    assert isinstance(notice, RankNotice)
     assert (notice.topic, notice.loud) == ("frozen", True)
     assert "it is stored anew" in notice.text
     assert (paths.frozen / seen.digest / "config.json").read_bytes() == b"{}"

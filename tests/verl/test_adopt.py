@@ -16,7 +16,7 @@ from verl_slurm.checkpoint.decide.storage import Need, Room
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.verl import adopt as module, copying, shards
-from verl_slurm.verl.adopt import Row, adopt_steps, is_adopted, plan_adoption
+from verl_slurm.verl.adopt import AdoptedStep, adopt_steps, is_adopted, plan_adoption
 from verl_slurm.verl.copying import copy_files, how_to_copy
 from verl_slurm.verl.shards import judge_all, judge_step
 
@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> RunPaths:
     return paths
 
 
-def plan(directory: Path, run: RunPaths, **how: object) -> list[Row]:
+def plan(directory: Path, run: RunPaths, **how: object) -> list[AdoptedStep]:
     judged = judge_all(directory)
     committed = [info for info in list_checkpoints(run) if info.kind == "committed"]
     words = {"entry": "sft", "world_size": 2, "keep_last": 3} | how

@@ -31,7 +31,7 @@ from verl_slurm.cli.__main__ import main
 from verl_slurm.verl.positions import Positions, positions_file
 from verl_slurm.verl.reshard import checkpoint as resharding, torch_shards
 from verl_slurm.verl.reshard.at_start import prepare_ranks
-from verl_slurm.verl.reshard.checkpoint import Source, open_source, plan_source
+from verl_slurm.verl.reshard.checkpoint import DivisionSource, open_source, plan_source
 from verl_slurm.verl.reshard.dividing import Command, divide_step, plan_step, this_python
 from verl_slurm.verl.tracker import tracker_file
 
@@ -205,8 +205,8 @@ def test_parts_are_those_that_torch_would_cut_the_whole_tensor_into() -> None:
                 chunks = list(whole.chunk(ranks, dim))
                 return [*chunks, *[whole.narrow(dim, 0, 0)] * (ranks - len(chunks))]
 
-            slot = torch_shards.Slot("x", {}, "x")
-            spread = torch_shards.Spread(slot, parts(before), shape, dim, None, new_dim=dim)
+            slot = torch_shards.ValueSlot("x", {}, "x")
+            spread = torch_shards.DividedTensor(slot, parts(before), shape, dim, None, new_dim=dim)
             for rank, wanted in enumerate(parts(after)):
                 assert torch.equal(spread.new_part(after, rank), wanted), (shape, dim, before, after, rank)
                 assert spread.new_shape(after, rank) == wanted.shape
@@ -309,7 +309,7 @@ def test_megatrons_checkpoints_are_refused_with_verls_merger(tmp_path: Path) -> 
     (step / "actor" / "dist_ckpt" / "__0_0.distcp").write_bytes(b"x")
     (step / "data.pt").touch()
     with pytest.raises(ConfigError) as caught:
-        plan_source(Source(directory=step, step=step, manifest=None), 3, this_python)
+        plan_source(DivisionSource(directory=step, step=step, manifest=None), 3, this_python)
     line = caught.value.one_line()
     assert "Megatron" in line
     assert f"python -m verl.model_merger merge --backend megatron --local_dir {step}/actor" in line
@@ -318,7 +318,7 @@ def test_megatrons_checkpoints_are_refused_with_verls_merger(tmp_path: Path) -> 
 def test_the_same_number_of_ranks_needs_no_work(tmp_path: Path) -> None:
     step = shard_step(tmp_path, 4, 2)
     with pytest.raises(ConfigError, match="already.*nothing has to be done"):
-        plan_source(Source(directory=step, step=step, manifest=None), 2, this_python)
+        plan_source(DivisionSource(directory=step, step=step, manifest=None), 2, this_python)
 
 
 @pytest.mark.scenario("L21")
@@ -511,13 +511,13 @@ def test_numbers_at_another_place_are_found_before_anything_is_kept(
 ) -> None:
     """What only the comparison can find: a plan that is carried out wrongly."""
     step = fsdp2_step(tmp_path, 4, 2)
-    right = torch_shards.Spread.new_part
+    right = torch_shards.DividedTensor.new_part
 
-    def wrong(spread: torch_shards.Spread, after: int, rank: int) -> torch.Tensor:
+    def wrong(spread: torch_shards.DividedTensor, after: int, rank: int) -> torch.Tensor:
         part = right(spread, after, rank)
         return part.roll(1) if (spread.slot.path, rank) == ("state.1.exp_avg_sq", 1) else part
 
-    monkeypatch.setattr(torch_shards.Spread, "new_part", wrong)
+    monkeypatch.setattr(torch_shards.DividedTensor, "new_part", wrong)
     with pytest.raises(CheckpointCorrupt, match=r"not the same.*optim: state.1.exp_avg_sq"):
         divided(step, 3, tmp_path / "other")
 
@@ -640,4 +640,4 @@ def test_a_small_file_that_describes_gigabytes_is_refused_in_one_line(tmp_path: 
     long = b"\x80\x02}X\x01\x00\x00\x00a(" + b"]" * (12 << 20) + b"ls."
     with_pickle(step / "model_world_size_2_rank_1.pt", lambda _: long, zipfile.ZIP_DEFLATED)
     with pytest.raises(ConfigError, match="more memory than their own size and 512 MiB"):
-        plan_source(Source(directory=step, step=step, manifest=None), 3, this_python)
+        plan_source(DivisionSource(directory=step, step=step, manifest=None), 3, this_python)

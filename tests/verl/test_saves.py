@@ -19,8 +19,8 @@ from verl_slurm.wire.messages import (
     Finished,
     FromRank,
     Progress,
-    Saved,
-    SaveFailed,
+    RankSaved,
+    RankSaveFailed,
     SaveRequest,
     SaveStarted,
     Stopped,
@@ -82,10 +82,10 @@ class Run:
         return left
 
     def saved(self) -> list[tuple[str, int]]:
-        return [(message.name, message.request_id) for message in self.line.heard(Saved)]
+        return [(message.name, message.request_id) for message in self.line.heard(RankSaved)]
 
     def story(self) -> list[type]:
-        return [type(m) for m in self.line.told if isinstance(m, SaveStarted | Saved | Stopped)]
+        return [type(m) for m in self.line.told if isinstance(m, SaveStarted | RankSaved | Stopped)]
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_a_periodic_save_is_committed_with_verls_tracker_beside_it(run: Run) -> 
     assert not run.step(2, periodic=True)
     run.saves.end(2)
     assert run.saved() == [("step_000001", 0), ("step_000002", 0)]
-    assert [message.reason for message in run.line.heard(Saved)] == [
+    assert [message.reason for message in run.line.heard(RankSaved)] == [
         "trainer.save_freq",
         "all steps are done",
     ]
@@ -122,7 +122,7 @@ def test_a_request_to_stop_is_answered_with_a_save_of_this_step_and_its_numbers(
     run.saves.end(2)
     assert run.calls == [2]
     assert run.saved() == [("step_000002", 1)]
-    assert run.story() == [SaveStarted, Saved, Stopped]
+    assert run.story() == [SaveStarted, RankSaved, Stopped]
     rows = run.paths.steps.read_bytes().splitlines()
     assert [b'"step":1' in rows[0], b'"step":2' in rows[1], len(rows)] == [True, True, 2]
     said = [type(m) for m in run.line.told if isinstance(m, Progress | SaveStarted)]
@@ -137,7 +137,7 @@ def test_a_request_before_the_periodic_save_of_the_same_step_is_answered_with_th
     run.saves.end(1)
     assert run.calls == [1]
     assert run.saved() == [("step_000001", 1)]
-    assert run.story() == [SaveStarted, Saved, Stopped]
+    assert run.story() == [SaveStarted, RankSaved, Stopped]
     assert len(run.paths.steps.read_bytes().splitlines()) == 1
 
 
@@ -164,7 +164,7 @@ def test_a_request_whose_save_fails_is_answered_too_and_the_loop_leaves(run: Run
     run.saves.begin(0, 9)
     run.ask()
     assert run.saves.step_end(1, lambda: None), "verl wrote nothing"
-    (failed,) = run.line.heard(SaveFailed)
+    (failed,) = run.line.heard(RankSaveFailed)
     assert failed.request_id == 1
 
 
@@ -188,7 +188,7 @@ def test_a_run_whose_last_step_was_not_committed_is_not_done(run: Run) -> None:
     run.saves.begin(7, 9)
     run.step(8, periodic=True)
     run.saves.save(9, lambda: None)
-    assert "No such file" in run.line.heard(SaveFailed)[0].reason
+    assert "No such file" in run.line.heard(RankSaveFailed)[0].reason
     with pytest.raises(VerlSlurmError, match="could not be saved"):
         run.saves.end(9)
     assert not run.line.heard(Finished)
@@ -255,8 +255,8 @@ def test_a_long_step_is_left_while_it_is_sampled_with_a_save_of_the_one_before(r
     assert run.leaves_in_sampling(2)
     run.saves.end(2)
     assert (run.calls, run.saved()) == ([2], [("step_000002", 1)])
-    assert run.story() == [SaveStarted, Saved, Stopped]
-    assert not run.line.heard(SaveFailed), "the watch refuses nothing that the loop answers"
+    assert run.story() == [SaveStarted, RankSaved, Stopped]
+    assert not run.line.heard(RankSaveFailed), "the watch refuses nothing that the loop answers"
 
 
 def test_a_step_whose_end_comes_in_time_is_not_left(run: Run) -> None:
@@ -285,7 +285,7 @@ def test_a_save_that_does_not_fit_is_not_begun_and_the_loop_leaves_all_the_same(
     run.ask(seconds_left=30.0)
     assert run.leaves_in_sampling(1, save_s=45.0)
     run.saves.end(1)
-    [failed] = run.line.heard(SaveFailed)
+    [failed] = run.line.heard(RankSaveFailed)
     assert (run.calls, failed.request_id) == ([], 1)
     assert "step 1 is not saved: a save takes 45.0 s, and 30.0 s are left" in failed.reason
 
@@ -295,7 +295,7 @@ def test_before_the_first_step_is_done_there_is_nothing_to_save(run: Run) -> Non
     run.ask(seconds_left=30.0)
     assert run.leaves_in_sampling(0)
     run.saves.end(0)
-    assert (run.calls, [m.reason for m in run.line.heard(SaveFailed)]) == ([], ["no step is done yet"])
+    assert (run.calls, [m.reason for m in run.line.heard(RankSaveFailed)]) == ([], ["no step is done yet"])
 
 
 def test_an_operators_save_does_not_end_a_step(run: Run) -> None:

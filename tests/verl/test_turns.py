@@ -88,13 +88,13 @@ def attempt(
     tools: Any = (),
 ) -> Any:
     """Runs one session of an attempt: `body` is given the client, and may call the tools."""
-    from verl_slurm.loops.verl_turns import SESSION, Session, Turns, continuing, record_tools
+    from verl_slurm.loops.verl_turns import SESSION, PromptSession, Turns, continuing, record_tools
 
     turns = Turns(RunPaths(run), number, 0, seeded=seeded, response_length=8, prompt_length=16)
     record_tools(tools, turns)
 
     async def session() -> Any:
-        SESSION.set(Session(7, 2, "whole"))
+        SESSION.set(PromptSession(7, 2, "whole"))
         return await body(continuing(Client(engine), turns), turns)
 
     try:

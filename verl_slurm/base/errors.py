@@ -246,7 +246,7 @@ def restart_may_help(error: VerlSlurmError) -> bool:
 
     Returns:
         True: the ranks end as after a crash, which uses up one of a bounded number of starts in a row. False: they send
-        `Refused`, which ends the run.
+        `RankRefused`, which ends the run.
     """
     # A defect (INTERNAL) may depend on timing. A lost connection (WIRE) belongs to an agent that the next start
     # replaces.

@@ -15,7 +15,7 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.shipped import shipped, with_places
 
 
-class Entry(NamedTuple):
+class CommandEntry(NamedTuple):
     """The module of a command, below this package, and its line in `--help`."""
 
     module: str
@@ -23,35 +23,49 @@ class Entry(NamedTuple):
 
 
 COMMANDS = {
-    "init": Entry("setup.init", "Write a commented configuration for your own model and data."),
-    "config": Entry("setup.config", "Every key of a configuration: type, default, meaning."),
-    "plan": Entry("run.plan", "What to expect of a run, and what a change would buy."),
-    "submit": Entry("run.submit", "Check a configuration, and start the run it describes."),
-    "status": Entry("run.status", "Where a run stands: job, step, last good checkpoint, why it stopped."),
-    "list": Entry("run.status", "The runs below a directory, or the checkpoints of a run."),
-    "samples": Entry("run.logs", "What the policy says: prompts, responses and rewards of a step."),
-    "report": Entry(
+    "init": CommandEntry("setup.init", "Write a commented configuration for your own model and data."),
+    "config": CommandEntry("setup.config", "Every key of a configuration: type, default, meaning."),
+    "plan": CommandEntry("run.plan", "What to expect of a run, and what a change would buy."),
+    "submit": CommandEntry("run.submit", "Check a configuration, and start the run it describes."),
+    "status": CommandEntry(
+        "run.status", "Where a run stands: job, step, last good checkpoint, why it stopped."
+    ),
+    "list": CommandEntry("run.status", "The runs below a directory, or the checkpoints of a run."),
+    "samples": CommandEntry("run.logs", "What the policy says: prompts, responses and rewards of a step."),
+    "report": CommandEntry(
         "run.report", "One page about a run, or several: what happened, what it cost, what it learnt."
     ),
-    "serve": Entry("run.report", "The runs below a directory in a browser, live."),
-    "watch": Entry("run.watch", "Follow a run, or many, over all requeues until they end."),
-    "logs": Entry("run.logs", "What the daemon, its agents or the ranks of a run print."),
-    "cancel": Entry("run.steering", "End a run's job for good; it will not be requeued."),
-    "requeue": Entry("run.steering", "Save, end this job, and have it start again."),
-    "update-reward": Entry("run.steering", "Replace the reward while the run goes on."),
-    "verify": Entry("checkpoint.verify", "Read checkpoints back, every byte, and set aside what is damaged."),
-    "inspect": Entry("checkpoint.verify", "What is in a checkpoint, or how two differ, bit for bit."),
-    "export": Entry("checkpoint.export", "A checkpoint as a Hugging Face model, or as plain .pt files."),
-    "reshard": Entry("checkpoint.reshard", "Divide a checkpoint of verl among another number of ranks."),
-    "adopt": Entry("checkpoint.adopt", "Judge what plain verl has saved, and take it over into a run."),
-    "prune": Entry(
+    "serve": CommandEntry("run.report", "The runs below a directory in a browser, live."),
+    "watch": CommandEntry("run.watch", "Follow a run, or many, over all requeues until they end."),
+    "logs": CommandEntry("run.logs", "What the daemon, its agents or the ranks of a run print."),
+    "cancel": CommandEntry("run.steering", "End a run's job for good; it will not be requeued."),
+    "requeue": CommandEntry("run.steering", "Save, end this job, and have it start again."),
+    "update-reward": CommandEntry("run.steering", "Replace the reward while the run goes on."),
+    "verify": CommandEntry(
+        "checkpoint.verify", "Read checkpoints back, every byte, and set aside what is damaged."
+    ),
+    "inspect": CommandEntry("checkpoint.verify", "What is in a checkpoint, or how two differ, bit for bit."),
+    "export": CommandEntry(
+        "checkpoint.export", "A checkpoint as a Hugging Face model, or as plain .pt files."
+    ),
+    "reshard": CommandEntry(
+        "checkpoint.reshard", "Divide a checkpoint of verl among another number of ranks."
+    ),
+    "adopt": CommandEntry(
+        "checkpoint.adopt", "Judge what plain verl has saved, and take it over into a run."
+    ),
+    "prune": CommandEntry(
         "checkpoint.upkeep", "Remove checkpoints no longer needed, and say why each stays or goes."
     ),
-    "tiers": Entry("checkpoint.upkeep", "What lies in which storage tier; copy it on, or bring it back."),
-    "fingerprint": Entry("checkpoint.verify", "The SHA-256 tree hash of a data set, and its drift."),
-    "doctor": Entry("setup.doctor", "Look at a cluster as a run will find it, and say what to change."),
-    "demo": Entry("setup.demo", "The main job for real on this machine: preempted, resumed, proven."),
-    "devcluster": Entry("setup.devcluster", "A real Slurm cluster of several nodes on this machine."),
+    "tiers": CommandEntry(
+        "checkpoint.upkeep", "What lies in which storage tier; copy it on, or bring it back."
+    ),
+    "fingerprint": CommandEntry("checkpoint.verify", "The SHA-256 tree hash of a data set, and its drift."),
+    "doctor": CommandEntry(
+        "setup.doctor", "Look at a cluster as a run will find it, and say what to change."
+    ),
+    "demo": CommandEntry("setup.demo", "The main job for real on this machine: preempted, resumed, proven."),
+    "devcluster": CommandEntry("setup.devcluster", "A real Slurm cluster of several nodes on this machine."),
 }
 
 

@@ -27,7 +27,7 @@ _NVIDIA = {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "compu
 CUDA_VISIBLE_DEVICES."""
 
 
-class Wanted(NamedTuple):
+class RuntimeRequest(NamedTuple):
     """What a runtime has to provide."""
 
     container: ContainerConfig
@@ -39,10 +39,10 @@ class Runtime(NamedTuple):
     """One runtime: what it stands around, and its words up to and with the image."""
 
     around: Literal["ranks", "agents"]
-    words: Callable[[Wanted], list[str]]
+    words: Callable[[RuntimeRequest], list[str]]
 
 
-def _apptainer(wanted: Wanted) -> list[str]:
+def _apptainer(wanted: RuntimeRequest) -> list[str]:
     gpus = {"": [], "nvidia": ["--nv"], "amd": ["--rocm"]}[wanted.gpus]
     binds = [f"--bind={path}:{path}:{'rw' if writable else 'ro'}" for path, writable in wanted.mounts]
     # cleanenv: else all variables of the node's, LD_LIBRARY_PATH included, would be in the image.
@@ -50,7 +50,7 @@ def _apptainer(wanted: Wanted) -> list[str]:
     return [*own, *wanted.container.extra_args, wanted.container.image]
 
 
-def _podman(wanted: Wanted) -> list[str]:
+def _podman(wanted: RuntimeRequest) -> list[str]:
     gpus = {
         "": [],
         "nvidia": ["--device=nvidia.com/gpu=all"],
@@ -65,7 +65,7 @@ def _podman(wanted: Wanted) -> list[str]:
     return [*own, *gpus, *binds, *wanted.container.extra_args, wanted.container.image]
 
 
-def _pyxis(wanted: Wanted) -> list[str]:
+def _pyxis(wanted: RuntimeRequest) -> list[str]:
     binds = ",".join(f"{path}:{path}:{'rw' if writable else 'ro'}" for path, writable in wanted.mounts)
     own = [f"--container-image={wanted.container.image}", f"--container-mounts={binds}"]
     own += [f"--container-workdir={wanted.container.workdir}", "--no-container-mount-home"]
@@ -119,7 +119,7 @@ def contained_argv(config: RunConfig, module: Sequence[str], *places: str, gpus:
     """
     container = config.slurm.container
     assert container is not None
-    words = RUNTIMES[container.runtime].words(Wanted(container, mounts(config, *places), gpus))
+    words = RUNTIMES[container.runtime].words(RuntimeRequest(container, mounts(config, *places), gpus))
     return [*words, *probe_argv(config, module)]
 
 

@@ -26,7 +26,7 @@ from verl_slurm.export.hf import plan_shards, write_hf
 from verl_slurm.export.layouts import largest_file, moments_bytes, write_layout
 from verl_slurm.export.model_dir import take_small_files
 from verl_slurm.export.skeleton import Role, Skeleton, build_skeleton, check_fit
-from verl_slurm.export.source import Source, cast_bytes
+from verl_slurm.export.source import ExportSource, cast_bytes
 
 _DTYPES = {"keep": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -40,7 +40,7 @@ def _run(options: argparse.Namespace, say: Callable[[object], Any]) -> None:
     if read_manifest(options.checkpoint, keys=keys).digest != options.digest:
         raise CheckpointCorrupt("the checkpoint has changed since it was verified", where=options.checkpoint)
     dtype = _DTYPES[options.dtype]
-    source = Source(options.checkpoint, report=lambda done: say({"done": done}), keys=keys)
+    source = ExportSource(options.checkpoint, report=lambda done: say({"done": done}), keys=keys)
     skeletons: dict[Role, Skeleton] = {}
     model = options.staging / _MODEL
     model.mkdir(mode=0o700)

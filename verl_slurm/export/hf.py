@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from verl_slurm.base.errors import CheckpointCorrupt, DataError
 from verl_slurm.export.model_dir import TOKENIZER_FILES
 from verl_slurm.export.skeleton import Role, Skeleton, bounded_work
-from verl_slurm.export.source import Source, cast_dtype
+from verl_slurm.export.source import ExportSource, cast_dtype
 
 SHARD_BYTES = 5_000_000_000
 """Of one safetensors file: Hugging Face's own old default, small enough for any loader and object store."""
@@ -36,7 +36,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 def plan_shards(
-    source: Source, role: Role, skeleton: Skeleton, dtype: torch.dtype | None
+    source: ExportSource, role: Role, skeleton: Skeleton, dtype: torch.dtype | None
 ) -> dict[str, list[str]]:
     """Maps each file to its tensors, cut by Hugging Face's own rule, without reading any."""
     entries = source.entries(role)
@@ -52,7 +52,7 @@ def plan_shards(
 
 
 def write_hf(
-    source: Source,
+    source: ExportSource,
     role: Role,
     skeleton: Skeleton,
     model_dir: Path,
@@ -131,7 +131,7 @@ def _copy_tokenizer(model_dir: Path, out: Path, where: Path) -> None:
 
 
 def _write_configs(
-    source: Source,
+    source: ExportSource,
     role: Role,
     skeleton: Skeleton,
     model_dir: Path,

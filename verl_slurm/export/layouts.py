@@ -27,7 +27,7 @@ from torch import Tensor
 
 from verl_slurm.base.errors import SchemaMismatch
 from verl_slurm.export.skeleton import Role, Skeleton
-from verl_slurm.export.source import Source, cast_bytes
+from verl_slurm.export.source import ExportSource, cast_bytes
 
 Layout = Literal["single-file", "split"]
 
@@ -61,7 +61,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_layout(
-    source: Source,
+    source: ExportSource,
     layout: Layout,
     skeletons: dict[Role, Skeleton],
     out: Path,
@@ -119,7 +119,7 @@ def _save(value: object, path: Path) -> None:
 
 
 def adamw_state(
-    source: Source, role: Role, skeleton: Skeleton, *, lr: float, weight_decay: float
+    source: ExportSource, role: Role, skeleton: Skeleton, *, lr: float, weight_decay: float
 ) -> dict[str, Any]:
     """Returns the argument of `torch.optim.AdamW.load_state_dict` (the module's docstring).
 
@@ -165,14 +165,14 @@ def lambda_lr_state(schedule: Schedule) -> dict[str, Any]:
     }
 
 
-def largest_file(source: Source, roles: list[Role], dtype: torch.dtype | None) -> int:
+def largest_file(source: ExportSource, roles: list[Role], dtype: torch.dtype | None) -> int:
     """Returns the bytes of the tensors of the largest file, which are in memory at once."""
     # torch.save needs the whole of a file in memory, and one file is made at a time.
     models = [sum(cast_bytes(entry, dtype) for entry in source.entries(role).values()) for role in roles]
     return max([*models, moments_bytes(source, roles)])
 
 
-def moments_bytes(source: Source, roles: list[Role]) -> int:
+def moments_bytes(source: ExportSource, roles: list[Role]) -> int:
     """Returns the bytes of the optimizers' state of these roles; 0 if the checkpoint holds none."""
     if not source.has("optimizer"):
         return 0
@@ -180,7 +180,7 @@ def moments_bytes(source: Source, roles: list[Role]) -> int:
     return sum(e.num_bytes for name, e in source.entries("optimizer").items() if name.startswith(prefixes))
 
 
-def _schedules(source: Source, roles: list[Role]) -> dict[str, Schedule]:
+def _schedules(source: ExportSource, roles: list[Role]) -> dict[str, Schedule]:
     path = source.directory / "scheduler.json"
     try:
         schedules = msgspec.json.decode(source.read_file(path.name), type=dict[str, Schedule])

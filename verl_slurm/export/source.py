@@ -44,7 +44,7 @@ def groups_of(entries: Mapping[str, TensorEntry], limit_bytes: int) -> Iterator[
 
 
 @dataclass
-class Source:
+class ExportSource:
     """Reads one checkpoint for an export.
 
     Attributes:

@@ -123,7 +123,7 @@ class Ended(Event):
         return names.get(self.code, f"failed with {self.exit_code}")
 
 
-class Fenced(Event):
+class AttemptFenced(Event, tag="fenced"):
     """An attempt left because a newer one owns the run."""
 
     exit_code: Int

@@ -106,7 +106,7 @@ class AttemptHistory(msgspec.Struct, kw_only=True):
     """Its last word, so far."""
     queue_s: float | None
     """Since the end of the attempt before, if that was to go on."""
-    end: ev.Ended | ev.Fenced | None = None
+    end: ev.Ended | ev.AttemptFenced | None = None
     is_cancelled: bool = False
     """`verl-slurm cancel` came since."""
     num_nodes: int = 0
@@ -247,7 +247,7 @@ class History:
         # `verl-slurm cancel` was the last that became of the newest job.
         self.is_cancelled = False
         # Those whose lead said that it left, also after a newer one had begun.
-        self.ended_attempts: dict[int, ev.Ended | ev.Fenced] = {}
+        self.ended_attempts: dict[int, ev.Ended | ev.AttemptFenced] = {}
         self.avoided: list[ev.Avoid] = []
         self.requeues = {"accepted": 0, "refused": 0}
         self.held: ev.Held | None = None
@@ -341,7 +341,7 @@ class History:
     def _feed_jobs(self, event: ev.Event) -> None:
         job_id = event.job_id or ""
         self.last_of_job[job_id] = event
-        if isinstance(event, ev.Ended | ev.Fenced) and event.attempt is not None:
+        if isinstance(event, ev.Ended | ev.AttemptFenced) and event.attempt is not None:
             self.ended_attempts[event.attempt] = event
         match event:
             case ev.Submitted():
@@ -705,7 +705,7 @@ class History:
                 attempt.is_degraded = True
             case ev.NodesChosen(train=train, spare=spare):
                 attempt.num_nodes = max(attempt.num_nodes, len(train) + len(spare))
-            case ev.Ended() | ev.Fenced():
+            case ev.Ended() | ev.AttemptFenced():
                 attempt.end = event
                 final = isinstance(event, ev.Ended) and event.is_final
                 if final:

@@ -57,7 +57,7 @@ def run(
     save_every: int | None = None,
     any_ranks: bool = False,
     **objects: object,
-) -> "Run":
+) -> "LoopRun":
     """Returns the training loop of this process. Enter it by `with` on every rank, after its objects are made and
     wrapped.
 
@@ -70,7 +70,7 @@ def run(
         objects: all state, by names that stay the same: objects with `state_dict` and `load_state_dict`, and
             `torch.Generator`. None is left out.
     """
-    return Run(Session.open(), objects, run_dir=run_dir, save_every=save_every, any_ranks=any_ranks)
+    return LoopRun(Session.open(), objects, run_dir=run_dir, save_every=save_every, any_ranks=any_ranks)
 
 
 def _has_shuffle_buffer(one: object) -> bool:
@@ -84,7 +84,7 @@ def _has_shuffle_buffer(one: object) -> bool:
     return False
 
 
-class Run:
+class LoopRun:
     """See the module. Made by `run`.
 
     Attributes:

@@ -38,13 +38,13 @@ from verl_slurm.wire.messages import (
     MAX_REASON,
     MAX_STORY,
     Finished,
-    Notice,
     PartSaved,
     Progress,
+    RankNotice,
+    RankRefused,
+    RankSaved,
+    RankSaveFailed,
     RankStarted,
-    Refused,
-    Saved,
-    SaveFailed,
     SaveRequest,
     SaveStarted,
     Stopped,
@@ -268,14 +268,14 @@ class Session:
         Args:
             request_id: 0: a periodic save.
             reason: why it was made, for people.
-            on_shared, problem: as in `wire.messages.Saved`.
+            on_shared, problem: as in `wire.messages.RankSaved`.
         """
         # On every rank, also where rank 0 alone sends: `request` must give all ranks of the run the same answer.
         self._answered = max(self._answered, request_id)
         # 0: the answer names an existing checkpoint, and measures nothing
         self.save_s = seconds or self.save_s
         if self.rank == 0:
-            said = Saved(
+            said = RankSaved(
                 rank=0,
                 request_id=request_id,
                 name=name,
@@ -291,7 +291,7 @@ class Session:
         """Reports that the save failed, the final answer to the request: the previous checkpoint counts."""
         self._answered = max(self._answered, request_id)
         if self.rank == 0:
-            self.line.send(SaveFailed(rank=0, request_id=request_id, reason=reason[:MAX_STORY]))
+            self.line.send(RankSaveFailed(rank=0, request_id=request_id, reason=reason[:MAX_STORY]))
 
     def stopped(self, request_id: int) -> None:
         """Reports that this rank leaves as asked. Every rank calls it."""
@@ -310,11 +310,11 @@ class Session:
 
         Args:
             told: the error as the user is to read it; empty: as it is.
-            place, worked: where code of the user's raised, as in `wire.messages.Refused`.
+            place, worked: where code of the user's raised, as in `wire.messages.RankRefused`.
         """
         # Cut: a packet holds 64 KiB. The agent takes a longer one for a stranger's, and later messages would be lost.
         code, reason = int(error.exit_code), (told or error.one_line())[:MAX_STORY]
-        self.line.send(Refused(rank=self.rank, exit_code=code, reason=reason, place=place, worked=worked))
+        self.line.send(RankRefused(rank=self.rank, exit_code=code, reason=reason, place=place, worked=worked))
 
     def ended_by(self, error: BaseException) -> None:
         """Reports the error that ends this rank's loop, if another start would end in the same way.
@@ -329,7 +329,7 @@ class Session:
     def notice(self, text: str, *, topic: Topic = "storage", loud: bool = False) -> None:
         """Reports something for people that stops nothing, for the journal; from rank 0."""
         if self.rank == 0:
-            self.line.send(Notice(rank=0, topic=topic, text=text[:MAX_NOTICE], loud=loud))
+            self.line.send(RankNotice(rank=0, topic=topic, text=text[:MAX_NOTICE], loud=loud))
 
     def close(self) -> None:
         """Ends all reports; may be called twice."""

@@ -23,7 +23,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.loops.verl_ppo_rollouts import Account, Recording
-from verl_slurm.loops.verl_turns import SESSION, Session, Turns, continuing, record_tools
+from verl_slurm.loops.verl_turns import SESSION, PromptSession, Turns, continuing, record_tools
 from verl_slurm.runtime_state.rollout_records import NotRecordable, RolloutLedger, digest_of, session_seed
 from verl_slurm.verl.positions import POSITION
 from verl_slurm.wire.environment import EPOCH_VARIABLE, RUN_VARIABLE
@@ -81,7 +81,7 @@ class LedgerWorker(_Worker):  # type: ignore[misc]
                 if stored is not None:
                     return await self._agent_loop_postprocess(stored, trajectory["validate"], **named)
                 # Sessions are tasks of their own, so each has a context of its own.
-                SESSION.set(Session(int(place), named["session_id"], digest))
+                SESSION.set(PromptSession(int(place), named["session_id"], digest))
         return await super()._run_agent_loop(sampling_params, trajectory, agent_name=agent_name, **named)
 
     async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict[str, Any]) -> None:

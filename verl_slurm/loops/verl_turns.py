@@ -44,7 +44,7 @@ _NEXT_ENGINE_S = 0.5
 """Until an engine is asked for again after one has died. Also longer than its server takes to log the last tokens."""
 
 
-class Session:
+class PromptSession:
     """One session of a prompt while it is sampled, by the names that outlast an attempt.
 
     Args:
@@ -75,7 +75,7 @@ class Session:
         return self.position, (self.number << 20) | (max(self.turn, 0) << 8) | call
 
 
-SESSION: ContextVar[Session | None] = ContextVar("session", default=None)
+SESSION: ContextVar[PromptSession | None] = ContextVar("session", default=None)
 """The session that this task samples. None: nothing of it is recorded."""
 _CALL: ContextVar[Call | None] = ContextVar("call", default=None)
 

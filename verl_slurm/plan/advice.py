@@ -15,7 +15,15 @@ from verl_slurm.config.schema import CheckpointConfig, RunConfig
 from verl_slurm.doctor.cluster_rules import advised_lead_s, usable_s
 from verl_slurm.loops.reach import reach
 from verl_slurm.plan.inputs import Inputs, cadence_of, interval_of, model_of, schedule_of
-from verl_slurm.plan.simulate import Dice, Model, Outcome, Spent, Strikes, random_strikes, simulate
+from verl_slurm.plan.simulate import (
+    Dice,
+    RunModel,
+    SimulatedOutcome,
+    Spent,
+    Strikes,
+    random_strikes,
+    simulate,
+)
 
 _MOST_EVENTS = 600_000
 """Saves and strikes over all simulations: some seconds."""
@@ -23,7 +31,7 @@ _FEWEST = 4
 """Simulations of one option."""
 
 
-class Spread(msgspec.Struct, frozen=True):
+class SimulatedSpread(msgspec.Struct, frozen=True):
     """Of a number over the simulations."""
 
     mean: float
@@ -34,7 +42,7 @@ class Spread(msgspec.Struct, frozen=True):
     """95 %."""
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class Advice(msgspec.Struct, frozen=True):
     """Whether something suffices, in words."""
 
     topic: str
@@ -48,15 +56,15 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 
     change: str
     """As against the configuration; empty: none."""
-    goodput: Spread
-    ettr: Spread
-    wall_s: Spread
-    node_hours: Spread
+    goodput: SimulatedSpread
+    ettr: SimulatedSpread
+    wall_s: SimulatedSpread
+    node_hours: SimulatedSpread
     """Of all nodes, spare ones included."""
-    cost: Spread | None
-    saved_s: Spread
+    cost: SimulatedSpread | None
+    saved_s: SimulatedSpread
     """Of `wall_s`, as against the run as configured; below 0: it takes longer."""
-    saved_cost: Spread | None
+    saved_cost: SimulatedSpread | None
     spent: Spent
     """Mean seconds by label."""
     queued_s: float
@@ -72,7 +80,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of `verl-slurm plan`."""
 
     inputs: Inputs
-    verdicts: list[Verdict]
+    verdicts: list[Advice]
     options: list[Option]
     """The first is the run as configured."""
     simulations: int
@@ -81,7 +89,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 class _Way(NamedTuple):
     change: str
     cadence: CheckpointConfig
-    model: Model
+    model: RunModel
 
 
 def make_plan(
@@ -119,7 +127,7 @@ def make_plan(
     )
 
 
-def needed_s(model: Model) -> float:
+def needed_s(model: RunModel) -> float:
     """Returns the warning that a save needs at the worst moment, the daemon's margin left out."""
     if not model.at_step_end:
         return model.emergency_s
@@ -128,7 +136,7 @@ def needed_s(model: Model) -> float:
     return found.needed_s or 0.0
 
 
-def _ways(inputs: Inputs, config: RunConfig, model: Model) -> list[_Way]:
+def _ways(inputs: Inputs, config: RunConfig, model: RunModel) -> list[_Way]:
     cadence = cadence_of(config)
     ways = [_Way("", cadence, model)]
     replace = msgspec.structs.replace
@@ -154,7 +162,7 @@ def _ways(inputs: Inputs, config: RunConfig, model: Model) -> list[_Way]:
     return ways
 
 
-def _grace_for(model: Model) -> int:
+def _grace_for(model: RunModel) -> int:
     """Returns the shortest warning that is enough at any moment."""
     return ceil(needed_s(model) + model.margin_s)
 
@@ -165,7 +173,7 @@ def _outcomes(
     count: int,
     again: Callable[[float], Strikes] | None,
     usual_s: float,
-) -> list[Outcome]:
+) -> list[SimulatedOutcome]:
     schedule = schedule_of(way.cadence, way.model)
     # What happened had its own warnings; a longer grace time would have made them longer.
     least_s = way.model.warning_s if way.model.warning_s > usual_s else 0.0
@@ -182,9 +190,13 @@ def _outcomes(
 
 
 def _option(
-    way: _Way, outcomes: Sequence[Outcome], base: Sequence[Outcome], before: Model, price: float | None
+    way: _Way,
+    outcomes: Sequence[SimulatedOutcome],
+    base: Sequence[SimulatedOutcome],
+    before: RunModel,
+    price: float | None,
 ) -> Option:
-    def hours(outcome: Outcome, model: Model) -> float:
+    def hours(outcome: SimulatedOutcome, model: RunModel) -> float:
         return outcome.allocated_s / 3600.0 * (model.nodes + model.spare_nodes)
 
     own = [hours(one, way.model) for one in outcomes]
@@ -209,16 +221,16 @@ def _option(
     )
 
 
-def _spread(values: Sequence[float]) -> Spread:
+def _spread(values: Sequence[float]) -> SimulatedSpread:
     ordered = sorted(values)
 
     def at(share: float) -> float:
         return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
 
-    return Spread(sum(ordered) / len(ordered), at(0.5), at(0.05), at(0.95))
+    return SimulatedSpread(sum(ordered) / len(ordered), at(0.5), at(0.05), at(0.95))
 
 
-def _verdicts(inputs: Inputs, config: RunConfig, model: Model) -> list[Verdict]:
+def _verdicts(inputs: Inputs, config: RunConfig, model: RunModel) -> list[Advice]:
     cadence = cadence_of(config)
     every, reason = interval_of(cadence, model)
     longest = msgspec.structs.replace(cadence, cadence="young_daly", every_steps=max(model.steps, 1))
@@ -226,7 +238,7 @@ def _verdicts(inputs: Inputs, config: RunConfig, model: Model) -> list[Verdict]:
     need, margin = needed_s(model), model.margin_s
     what = "the end of a step and a save take up to" if model.at_step_end else "a verified save takes"
     found = [
-        Verdict(
+        Advice(
             "cadence",
             every <= 2 * best,
             f"a save in {counted(every, 'step')} ({reason}); by cost: {best} ({why})",
@@ -241,7 +253,7 @@ def _verdicts(inputs: Inputs, config: RunConfig, model: Model) -> list[Verdict]:
     return found
 
 
-def _deadline(topic: str, warning_s: float, need: float, margin: float, what: str, remedy: str) -> Verdict:
+def _deadline(topic: str, warning_s: float, need: float, margin: float, what: str, remedy: str) -> Advice:
     enough = need <= usable_s(warning_s, margin)
     found = f"{what} {need:.3g} s; the warning leaves {warning_s:.0f} s, of which the daemon keeps {margin:g} s back"
-    return Verdict(topic, enough, found, "" if enough else remedy)
+    return Advice(topic, enough, found, "" if enough else remedy)

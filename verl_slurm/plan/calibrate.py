@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from verl_slurm.journal.causes import meaning_of
 from verl_slurm.journal.events import Ended
 from verl_slurm.journal.history import History, SaveHistory, mean_time_between
-from verl_slurm.plan.inputs import Known
+from verl_slurm.plan.inputs import KnownValue
 from verl_slurm.plan.simulate import NEVER, Strike, Strikes
 
 # A line of `steps.jsonl`.
@@ -30,7 +30,7 @@ _DAY_S = 86400.0
 _LONG_ENOUGH_S = 3600.0
 
 
-def measure(history: History, rows: Sequence[Row], expected_mtbi_h: float) -> dict[str, Known]:
+def measure(history: History, rows: Sequence[Row], expected_mtbi_h: float) -> dict[str, KnownValue]:
     """Returns what the journal tells, by the names of `inputs.LABELS`.
 
     Args:
@@ -43,7 +43,7 @@ def measure(history: History, rows: Sequence[Row], expected_mtbi_h: float) -> di
 # ---- steps and saves
 
 
-def _of_steps(history: History, rows: Sequence[Row]) -> dict[str, Known]:
+def _of_steps(history: History, rows: Sequence[Row]) -> dict[str, KnownValue]:
     saves = _saves(history)
     starts = [at for at, _ in _trained(history)]
     # Each save that begins before a step's end, and of these the one that ends last, by bisection: a journal has
@@ -118,7 +118,7 @@ def _trained(history: History) -> list[tuple[float, int]]:
 # ---- starts, ends, restarts
 
 
-def _of_lives(history: History, rows: Sequence[Row]) -> dict[str, Known]:
+def _of_lives(history: History, rows: Sequence[Row]) -> dict[str, KnownValue]:
     seen: dict[str, list[float]] = defaultdict(list)
     last_row = max((at for row in rows if (at := _at(row)) is not None), default=inf)
     for number, attempt in enumerate(history.attempts):
@@ -145,19 +145,19 @@ def _of_lives(history: History, rows: Sequence[Row]) -> dict[str, Known]:
     found = {name: _seen(values) for name, values in seen.items() if values}
     # Without a second start, the first one is what is known.
     if "start_s" not in found and "first_start_s" in found:
-        found["start_s"] = Known(found["first_start_s"].value, "measured", "as the first start")
+        found["start_s"] = KnownValue(found["first_start_s"].value, "measured", "as the first start")
     return found
 
 
-def _seen(values: list[float]) -> Known:
+def _seen(values: list[float]) -> KnownValue:
     words = "one seen" if len(values) == 1 else f"the median of {len(values)}"
-    return Known(median(values), "measured", words, tuple(round(value, 3) for value in values))
+    return KnownValue(median(values), "measured", words, tuple(round(value, 3) for value in values))
 
 
 # ---- how often
 
 
-def _rates(history: History, expected_mtbi_h: float) -> dict[str, Known]:
+def _rates(history: History, expected_mtbi_h: float) -> dict[str, KnownValue]:
     run_s, num_lossy = history.allocated_seconds(), history.num_lossy
     if run_s < _LONG_ENOUGH_S:
         return {}
@@ -249,8 +249,8 @@ def _at(row: Row) -> float | None:
         return None
 
 
-def _known(value: float, basis: str) -> Known:
-    return Known(value, "measured", basis)
+def _known(value: float, basis: str) -> KnownValue:
+    return KnownValue(value, "measured", basis)
 
 
 def _positive(*values: object) -> bool:

@@ -15,14 +15,14 @@ import msgspec
 
 from verl_slurm.checkpoint.decide.cadence import Costs, decide, plan_interval
 from verl_slurm.config.schema import CheckpointConfig, RunConfig
-from verl_slurm.plan.simulate import Model, Schedule
+from verl_slurm.plan.simulate import RunModel, Schedule
 
 Source = Literal["measured", "doctor", "Slurm", "configuration", "given", "derived", "assumed"]
 
 _DAY_S = 86400.0
 
 
-class Known(msgspec.Struct, frozen=True):
+class KnownValue(msgspec.Struct, frozen=True):
     """A value, and where it is from."""
 
     value: float
@@ -65,15 +65,15 @@ LABELS: dict[str, tuple[str, str]] = {
 }
 """Input -> what it is, and its unit."""
 
-Inputs = dict[str, Known]
+Inputs = dict[str, KnownValue]
 """All inputs, by the names of `LABELS` and in its order and units."""
 
 
-def assumed(value: float, basis: str) -> Known:
-    return Known(value, "assumed", basis)
+def assumed(value: float, basis: str) -> KnownValue:
+    return KnownValue(value, "assumed", basis)
 
 
-def complete(known: Mapping[str, Known], config: RunConfig) -> Inputs:
+def complete(known: Mapping[str, KnownValue], config: RunConfig) -> Inputs:
     """Adds what the configuration says, what follows from what is known, and what has to be assumed.
 
     Args:
@@ -81,7 +81,7 @@ def complete(known: Mapping[str, Known], config: RunConfig) -> Inputs:
     """
     found = _configured(config) | dict(known)
 
-    def say(name: str, otherwise: Known) -> Known:
+    def say(name: str, otherwise: KnownValue) -> KnownValue:
         return found.setdefault(name, otherwise)
 
     say("step_s", assumed(120.0, "--step-seconds, or the plan of a run of some steps, tells"))
@@ -89,7 +89,8 @@ def complete(known: Mapping[str, Known], config: RunConfig) -> Inputs:
     say("sampling_share", assumed(0.5, "0.40 to 0.47 on one H100 with a small model"))
     ledger = config.trainer.backend in ("native", "verl")
     say(
-        "replay_cost", assumed(0.05, "") if ledger else Known(1.0, "configuration", "this loop has no ledger")
+        "replay_cost",
+        assumed(0.05, "") if ledger else KnownValue(1.0, "configuration", "this loop has no ledger"),
     )
     say("state_bytes", assumed(0.0, "not known before the first save"))
     durable = say("durable_s", assumed(30.0, "the run has not saved yet, and its size is not known"))
@@ -114,13 +115,13 @@ def complete(known: Mapping[str, Known], config: RunConfig) -> Inputs:
     say("notices_per_day", assumed(1.0, "--preemptions-per-day, or sacct, tells"))
     say(
         "crashes_per_day",
-        Known(24.0 / config.checkpoint.expected_mtbi_h, "configuration", "checkpoint.expected_mtbi_h"),
+        KnownValue(24.0 / config.checkpoint.expected_mtbi_h, "configuration", "checkpoint.expected_mtbi_h"),
     )
     say("losses_per_node_day", assumed(0.0065, "Kokolis et al. 2025, 6.50 in a thousand node days"))
     return {name: found[name] for name in LABELS}
 
 
-def _configured(config: RunConfig) -> dict[str, Known]:
+def _configured(config: RunConfig) -> dict[str, KnownValue]:
     daemon, slurm = config.daemon, config.slurm
     standby_s = math.inf if daemon.standby_after_s is None else daemon.standby_after_s
     said: dict[str, tuple[float, str]] = {
@@ -131,19 +132,19 @@ def _configured(config: RunConfig) -> dict[str, Known]:
         "limit_s": (slurm.time_limit_min * 60, "slurm.time_limit_min"),
         "standby_after_s": (standby_s, "daemon.standby_after_s"),
     }
-    found = {name: Known(float(value), "configuration", key) for name, (value, key) in said.items()}
+    found = {name: KnownValue(float(value), "configuration", key) for name, (value, key) in said.items()}
     # A guest's number of steps is known to the guest alone.
     if config.trainer.is_guest:
         found["steps"] = assumed(1000.0, "--steps tells")
     else:
-        found["steps"] = Known(float(config.train.steps), "configuration", "train.steps")
+        found["steps"] = KnownValue(float(config.train.steps), "configuration", "train.steps")
     return found
 
 
 _LOCAL_BYTES_PER_S = 1.8e9
 
 
-def _local(state: Known, nodes: Known, durable: Known, config: RunConfig) -> Known:
+def _local(state: KnownValue, nodes: KnownValue, durable: KnownValue, config: RunConfig) -> KnownValue:
     if not state.value:
         return assumed(durable.value, "as on shared storage: the size of a checkpoint is not known")
     seconds = state.value / nodes.value / _LOCAL_BYTES_PER_S
@@ -151,20 +152,20 @@ def _local(state: Known, nodes: Known, durable: Known, config: RunConfig) -> Kno
     return assumed(seconds, f"1.8 GB/s on each node, as measured on one{there}")
 
 
-def _derived(value: float, origin: Known, basis: str) -> Known:
+def _derived(value: float, origin: KnownValue, basis: str) -> KnownValue:
     # What follows from an assumption is one.
-    return Known(value, "assumed" if origin.source == "assumed" else "derived", basis)
+    return KnownValue(value, "assumed" if origin.source == "assumed" else "derived", basis)
 
 
-def model_of(inputs: Inputs, config: RunConfig) -> Model:
+def model_of(inputs: Inputs, config: RunConfig) -> RunModel:
     """Returns the model of the run as it is configured."""
     plain: dict[str, Any] = {
         name: inputs[name].value
-        for name in Model.__struct_fields__
+        for name in RunModel.__struct_fields__
         if name in LABELS and name not in ("queue_s", "local_durable_s")
     }
     whole = {name: int(plain[name]) for name in ("steps", "nodes", "spare_nodes")}
-    return Model(
+    return RunModel(
         **plain | whole,
         queue_s=inputs["queue_s"].samples or (inputs["queue_s"].value,),
         local_durable_s=inputs["local_durable_s"].value if config.checkpoint.local_dir else None,
@@ -178,7 +179,7 @@ def model_of(inputs: Inputs, config: RunConfig) -> Model:
     )
 
 
-def costs_of(model: Model) -> Costs:
+def costs_of(model: RunModel) -> Costs:
     """Returns the costs by which `young_daly` plans: those that a training would measure in the long run."""
     lossy = model.crashes_per_s + model.losses_per_node_s * model.nodes
     # A notice whose save comes too late loses work like a crash.
@@ -202,13 +203,13 @@ def cadence_of(config: RunConfig) -> CheckpointConfig:
     return msgspec.structs.replace(own, cadence="fixed", every_steps=every, runtime_every_steps=every)
 
 
-def interval_of(cadence: CheckpointConfig, model: Model, step: int = 1) -> tuple[int, str]:
+def interval_of(cadence: CheckpointConfig, model: RunModel, step: int = 1) -> tuple[int, str]:
     """Returns (steps between two saves, the reason), by the function that a training asks."""
     planned = plan_interval(cadence, step=step, costs=costs_of(model))
     return planned.steps, planned.reason
 
 
-def schedule_of(cadence: CheckpointConfig, model: Model) -> Schedule:
+def schedule_of(cadence: CheckpointConfig, model: RunModel) -> Schedule:
     """Returns when saves are due, by the functions that a training asks at the end of each step."""
     costs = costs_of(model)
     constant = None if cadence.cadence == "adaptive" else plan_interval(cadence, step=1, costs=costs)

@@ -48,7 +48,7 @@ class Dice(Protocol):
     def choice(self, seq: Sequence[float], /) -> float: ...
 
 
-class Model(msgspec.Struct, frozen=True, kw_only=True):
+class RunModel(msgspec.Struct, frozen=True, kw_only=True):
     """All that a simulation knows of a run. Seconds, unless a name says otherwise."""
 
     steps: int
@@ -138,7 +138,7 @@ class Spent(msgspec.Struct, kw_only=True):
         return math.fsum(msgspec.structs.astuple(self))
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class SimulatedOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """How one simulated run came out."""
 
     spent: Spent
@@ -171,7 +171,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         return self.spent.step / self.wall_s if self.wall_s else 0.0
 
 
-def random_strikes(model: Model, dice: Dice) -> Strikes:
+def random_strikes(model: RunModel, dice: Dice) -> Strikes:
     """Strikes without memory, at the rates of the model.
 
     They fall on moments of the allocated time that are the dice's alone. So two simulations with equal dice meet the
@@ -201,7 +201,7 @@ def random_strikes(model: Model, dice: Dice) -> Strikes:
     return next_strike
 
 
-def simulate(model: Model, schedule: Schedule, strikes: Strikes, dice: Dice) -> Outcome:
+def simulate(model: RunModel, schedule: Schedule, strikes: Strikes, dice: Dice) -> SimulatedOutcome:
     """Simulates one run.
 
     Args:
@@ -211,7 +211,7 @@ def simulate(model: Model, schedule: Schedule, strikes: Strikes, dice: Dice) -> 
 
 
 class _Run:
-    def __init__(self, model: Model, schedule: Schedule, strikes: Strikes, dice: Dice) -> None:
+    def __init__(self, model: RunModel, schedule: Schedule, strikes: Strikes, dice: Dice) -> None:
         self._model, self._schedule, self._strikes, self._dice = model, schedule, strikes, dice
         self._spent = Spent()
         self._now = self._queued = 0.0
@@ -231,7 +231,7 @@ class _Run:
         """Seconds of the running step in this life."""
         self._spares = model.spare_nodes
 
-    def to_the_end(self) -> Outcome:
+    def to_the_end(self) -> SimulatedOutcome:
         model = self._model
         attempt_began, start_s = 0.0, model.first_start_s
         give_up = _FIRST_LIMIT * (model.steps * model.step_s + model.first_start_s + 1.0)
@@ -464,10 +464,10 @@ class _Run:
             return steps / cost
         return min(steps + replayed * (1.0 - cost), 1.0)
 
-    def _outcome(self, *, finished: bool) -> Outcome:
+    def _outcome(self, *, finished: bool) -> SimulatedOutcome:
         self._keep(self._before)
         self._keep(self._after)
-        return Outcome(
+        return SimulatedOutcome(
             spent=self._spent,
             clock_s=self._now,
             queued_s=self._queued,

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from verl_slurm.journal.pace import number
 from verl_slurm.journal.steps import StepRow
-from verl_slurm.report.facts import Curve, Tokens
+from verl_slurm.report.facts import RunCurve, Tokens
 
 _CURVES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("reward", "Reward", ("reward", "critic/score/mean", "critic/rewards/mean", "train/reward")),
@@ -90,7 +90,7 @@ class Steps:
         """The newest step; 0: none."""
         return int(self._rows[-1]["step"]) if self._rows else 0
 
-    def curves(self) -> list[Curve]:
+    def curves(self) -> list[RunCurve]:
         """Of a loop with unknown columns: its first four."""
         found = []
         for name, title, columns in _CURVES:
@@ -147,13 +147,13 @@ class Steps:
         mean = row.get("response_tokens", row.get("response_length/mean"))
         return None if mean is None or self._responses is None else mean * self._responses
 
-    def _curve(self, name: str, title: str, column: str | None, above: float = -math.inf) -> Curve | None:
+    def _curve(self, name: str, title: str, column: str | None, above: float = -math.inf) -> RunCurve | None:
         points = [(row["step"], row[column]) for row in self._rows if column in row and row[column] > above]
         if column is None or not points:
             return None
         values = [value for _, value in points]
         each = -(-len(points) // _MOST_POINTS)
-        return Curve(
+        return RunCurve(
             name=name,
             title=title,
             source=column,

@@ -11,7 +11,7 @@ from verl_slurm.journal.history import LifeInterval, TimeUse
 from verl_slurm.runtime_state.samples import Sample
 
 
-class Curve(msgspec.Struct, frozen=True, kw_only=True):
+class RunCurve(msgspec.Struct, frozen=True, kw_only=True):
     """A number over the steps that count."""
 
     name: str
@@ -139,7 +139,7 @@ class RunFacts(msgspec.Struct, kw_only=True):
     """Of weights to the engines, where the loop reports it."""
     phases: dict[str, float] = {}
     """Seconds of the parts of the steps that count."""
-    curves: list[Curve] = []
+    curves: list[RunCurve] = []
     rewards: list[RewardFact] = []
     """Replacements of the reward. Rewards before and after one need not have the same scale."""
     attempts_at: list[tuple[int, int]] = []
@@ -154,7 +154,7 @@ class RunFacts(msgspec.Struct, kw_only=True):
     """Parts of the run that could not be read, and why."""
 
 
-class Setting(msgspec.Struct, frozen=True, kw_only=True):
+class DifferingSetting(msgspec.Struct, frozen=True, kw_only=True):
     """A key of the configuration in which runs differ."""
 
     key: str
@@ -168,5 +168,5 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     made: float
     runs: list[RunFacts]
-    differences: list[Setting] = []
+    differences: list[DifferingSetting] = []
     """Where there are several runs."""

@@ -25,7 +25,7 @@ from verl_slurm.journal.history import History, interruption_facts
 from verl_slurm.journal.status import read_status
 from verl_slurm.journal.steps import every_row
 from verl_slurm.report.curves import Steps
-from verl_slurm.report.facts import Report, RewardFact, RunFacts, SampleFacts, Setting, WarningFact
+from verl_slurm.report.facts import DifferingSetting, Report, RewardFact, RunFacts, SampleFacts, WarningFact
 from verl_slurm.report.from_events import allocation_of, checkpoints_of, nodes_of, warnings_of
 from verl_slurm.runs.glance import ask_for, glance, state_of, steps_done
 from verl_slurm.runs.record import has_ledger
@@ -311,7 +311,7 @@ def _description(
     return {what: value for what, value in found.items() if value}
 
 
-def _differences(configs: Sequence[RunConfig | None]) -> list[Setting]:
+def _differences(configs: Sequence[RunConfig | None]) -> list[DifferingSetting]:
     """The keys in which any run differs from the first one, in the order of the schema; names and places left out."""
     first = next((config for config in configs if config is not None), None)
     if first is None:
@@ -322,7 +322,7 @@ def _differences(configs: Sequence[RunConfig | None]) -> list[Setting]:
     ]
     firsts = {key: before for changes in changed for key, (before, _) in changes.items()}
     return [
-        Setting(
+        DifferingSetting(
             key=key,
             values=[
                 None if config is None else _text(key, changes[key][1] if key in changes else before)

@@ -22,7 +22,7 @@ _LONGEST = 1000
 """Characters of an event in the table."""
 
 
-class Row(msgspec.Struct, frozen=True):
+class RunRow(msgspec.Struct, frozen=True):
     """One run, as it is shown."""
 
     run: str
@@ -41,7 +41,7 @@ class Row(msgspec.Struct, frozen=True):
     """Of that event, in UTC."""
 
 
-def row_of(name: str, state: str, seen: Glance | None, tell: Callable[[Event], str]) -> Row:
+def row_of(name: str, state: str, seen: Glance | None, tell: Callable[[Event], str]) -> RunRow:
     """Returns the row of a run. Pure.
 
     Args:
@@ -53,11 +53,11 @@ def row_of(name: str, state: str, seen: Glance | None, tell: Callable[[Event], s
     shown = printable(name)
     if seen is None:
         link = "" if state == "no permission" else _link(name)
-        return Row(run=shown, link=link, state=state, tone="failed" if state == "no permission" else "")
+        return RunRow(run=shown, link=link, state=state, tone="failed" if state == "no permission" else "")
     steps = seen.status.get("steps")
     failed = state.startswith("failed") or state in ("gone", "removed")
     at = None if seen.last is None else seen.last.at
-    return Row(
+    return RunRow(
         run=shown,
         link=_link(name),
         state=printable(state),
@@ -87,12 +87,12 @@ class LiveRuns:
         self.place = place.resolve()
         # A run by itself has a name, too.
         self.above = self.place.parent if (self.place / "run.yaml").exists() else self.place
-        self.rows: dict[str, Row] = {}
+        self.rows: dict[str, RunRow] = {}
         self.version = 0
         """Grows with each `apply` that brings news."""
         self._versions: dict[str, int] = {}
         self._tell = tell
-        self._made: dict[str, Row] = {}
+        self._made: dict[str, RunRow] = {}
         self._dirty: set[Path] = set()
         self._dropped: set[Path] = set()
         self._trouble = self._told = ""
@@ -146,7 +146,7 @@ class LiveRuns:
             self._versions.pop(name, None)
             self._dropped.add(self.above / name)
 
-    def changed_since(self, version: int, only: str | None = None) -> list[Row]:
+    def changed_since(self, version: int, only: str | None = None) -> list[RunRow]:
         """Returns the rows that are newer, in the order of the names; `only`: of this run alone."""
         names = self.rows if only is None else {only} & self.rows.keys()
         return [self.rows[name] for name in sorted(names) if self._versions[name] > version]

@@ -19,8 +19,8 @@ import jinja2
 
 from verl_slurm.base.one_line import counted, json_line, printable, span
 from verl_slurm.journal.history import KINDS, PARTS
-from verl_slurm.report.facts import Curve, Report, RunFacts
-from verl_slurm.report.live_runs import Row
+from verl_slurm.report.facts import Report, RunCurve, RunFacts
+from verl_slurm.report.live_runs import RunRow
 
 _ASSETS = files("verl_slurm.report") / "assets"
 _SCRIPTS = ("echarts.min.js", "page.js")
@@ -75,7 +75,7 @@ def render_page(report: Report, events: str = "") -> str:
     return page.lstrip()
 
 
-def render_list(rows: Sequence[Row], summary: str, version: int, where: str) -> str:
+def render_list(rows: Sequence[RunRow], summary: str, version: int, where: str) -> str:
     """Returns the HTML of the table of runs.
 
     Args:
@@ -182,7 +182,7 @@ def _replaced(run: RunFacts, name: str) -> list[int]:
     return [one.step for one in run.rewards] if name in ("reward", "eval") else []
 
 
-def _curve_summary(curve: Curve, run: RunFacts, *, several: bool) -> str:
+def _curve_summary(curve: RunCurve, run: RunFacts, *, several: bool) -> str:
     of = f"{run.name}: " if several else ""
     steps = [f"; the reward was replaced at step {step}" for step in _replaced(run, curve.name)]
     begin, end = curve.points[0][0], curve.points[-1][0]

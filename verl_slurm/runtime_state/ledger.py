@@ -48,7 +48,7 @@ Key = tuple[int, int]
 Fields = TypeVar("Fields")
 
 
-class Entry(NamedTuple):
+class PackedRecord(NamedTuple):
     """What is appended: a packed record and its key."""
 
     step: int
@@ -56,7 +56,7 @@ class Entry(NamedTuple):
     record: bytes
 
 
-def entry(step: int, micro_batch: int, arrays: Arrays, fields: object = None) -> Entry:
+def entry(step: int, micro_batch: int, arrays: Arrays, fields: object = None) -> PackedRecord:
     """Packs a record.
 
     Args:
@@ -66,7 +66,7 @@ def entry(step: int, micro_batch: int, arrays: Arrays, fields: object = None) ->
         ValueError: an array the format does not know, or a record above MAX_RECORD_BYTES.
     """
     # The limit leaves room for the seal: whether a record fits must not depend on whether the run has a key.
-    return Entry(step, micro_batch, pack(fields, arrays, limit=MAX_RECORD_BYTES - OVERHEAD_BYTES))
+    return PackedRecord(step, micro_batch, pack(fields, arrays, limit=MAX_RECORD_BYTES - OVERHEAD_BYTES))
 
 
 class Ledger:
@@ -120,7 +120,7 @@ class Ledger:
         """
         return self.append_many([entry(step, micro_batch, arrays)])
 
-    def append_many(self, entries: Sequence[Entry]) -> int:
+    def append_many(self, entries: Sequence[PackedRecord]) -> int:
         """Writes several records as `append` does one: with a single write, and a single fdatasync for all.
 
         Returns:
@@ -149,7 +149,7 @@ class Ledger:
             self._broken = True
             raise
 
-    def _append(self, entries: Sequence[Entry]) -> int:
+    def _append(self, entries: Sequence[PackedRecord]) -> int:
         if self._broken:
             self._renew()
         record = memoryview(b"".join(map(self._framed, entries)))
@@ -172,7 +172,7 @@ class Ledger:
         self._sync.begin(self._fd)
         return len(record)
 
-    def _framed(self, one: Entry) -> bytes:
+    def _framed(self, one: PackedRecord) -> bytes:
         payload = one.record
         if self._keys is not None:
             # Authenticated with the record: one that is moved to another place in the ledger does not open there.

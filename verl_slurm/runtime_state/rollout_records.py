@@ -24,7 +24,7 @@ from verl_slurm.base.errors import CheckpointCorrupt
 from verl_slurm.base.keys import Keyring
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.runtime_state.format import DTYPES, Arrays
-from verl_slurm.runtime_state.ledger import Entry, Index, Ledger, entry
+from verl_slurm.runtime_state.ledger import Index, Ledger, PackedRecord, entry
 
 Outputs = Sequence[Mapping[str, Any]]
 
@@ -86,7 +86,7 @@ def session_seed(seed: int, position: int, session: int) -> int:
     return int.from_bytes(digest[:4], "big") >> 1
 
 
-def response_entry(position: int, session: int, outputs: Outputs, digest: str) -> Entry:
+def response_entry(position: int, session: int, outputs: Outputs, digest: str) -> PackedRecord:
     """Packs a record.
 
     Args:
@@ -243,7 +243,7 @@ class RolloutLedger:
                     self._todo.put(None)
                     break
                 group.append(more)
-            ready: list[Entry] = []
+            ready: list[PackedRecord] = []
             errors: list[Exception | None] = []
             for (position, session, outputs, digest), _ in group:
                 try:
@@ -258,7 +258,7 @@ class RolloutLedger:
             with suppress(RuntimeError):
                 group[0][1].get_loop().call_soon_threadsafe(_answer, answers)
 
-    def _append(self, ready: Sequence[Entry]) -> Exception | None:
+    def _append(self, ready: Sequence[PackedRecord]) -> Exception | None:
         try:
             self._ledger.append_many(ready)
             self._ledger.settle()

@@ -49,7 +49,7 @@ WARNING_SLACK_S = 60
 """sbatch(1): the warning of `--signal` may come up to 60 s early (seen: 2 s and 13 s)."""
 
 
-class Cause(msgspec.Struct, frozen=True, kw_only=True):
+class JobCause(msgspec.Struct, frozen=True, kw_only=True):
     """The event that the job meets, and its evidence."""
 
     kind: CauseKind
@@ -74,7 +74,7 @@ def decide_cause(
     now: datetime,
     lost_nodes: Collection[str] = (),
     slack_s: float = WARNING_SLACK_S,
-) -> Cause:
+) -> JobCause:
     """Decides which of the kinds above applies.
 
     Args:
@@ -92,30 +92,30 @@ def decide_cause(
         if lost_nodes or facts.failed_node:
             # 23.02 and newer name it while the job completes; on 22.05 the caller has asked for the nodes.
             lost_nodes = {*lost_nodes, *([facts.failed_node] if facts.failed_node else [])}
-            return Cause(kind="node_lost", evidence=f"{shown}; lost: {', '.join(sorted(lost_nodes))}")
-        return Cause(kind="requeued", evidence=shown)
+            return JobCause(kind="node_lost", evidence=f"{shown}; lost: {', '.join(sorted(lost_nodes))}")
+        return JobCause(kind="requeued", evidence=shown)
     # Then the state. PreemptTime alone does not decide: a user's scancel in the grace time still shows it.
     if facts.is_running:
         return _running(trigger, facts, shown, signal_lead_s + slack_s, now, lost_nodes)
     # Nothing runs and nothing is lost: the ranks stand still where they are.
     if facts.state == "SUSPENDED":
-        return Cause(kind="suspended", evidence=shown)
+        return JobCause(kind="suspended", evidence=shown)
     # The job is being ended from here on, with Restarts unchanged, and Slurm's Reason tells what is no cancel.
     if facts.reason == "TimeLimit" or facts.state in {"TIMEOUT", "DEADLINE"}:
         if facts.ended_before_its_limit:
             shown = f"a limit of its account or QOS, such as a budget that is used up, not its own; {shown}"
-        return Cause(kind="time_limit", evidence=shown)
+        return JobCause(kind="time_limit", evidence=shown)
     # A lost node of a job that may not be requeued looks like a scancel but for its Reason.
     if facts.failed or facts.state == "NODE_FAIL":
-        return Cause(kind="failed", evidence=shown)
+        return JobCause(kind="failed", evidence=shown)
     # PreemptMode=CANCEL and --no-requeue: told from a scancel by a PreemptTime that is the EndTime, by the JSON of
     # 23.11 and newer, or by a partition without a grace time to cancel in (`client.job`).
     if facts.preempted:
-        return Cause(kind="preemption", evidence=shown)
+        return JobCause(kind="preemption", evidence=shown)
     # What nothing else explains counts as a cancel: no cancel is ever undone.
     if facts.state == "COMPLETING" or facts.state.startswith("CANCELLED"):
-        return Cause(kind="cancel", evidence=f"{shown}: ended by its user or an administrator")
-    return Cause(kind="unknown", evidence=shown)
+        return JobCause(kind="cancel", evidence=f"{shown}: ended by its user or an administrator")
+    return JobCause(kind="unknown", evidence=shown)
 
 
 def _running(
@@ -125,33 +125,33 @@ def _running(
     warned_s: float,
     now: datetime,
     lost_nodes: Collection[str],
-) -> Cause:
+) -> JobCause:
     # EndTime has become the end of the grace time.
     if facts.preempt_time is not None:
-        return Cause(kind="preemption", evidence=shown, deadline=facts.end_time)
+        return JobCause(kind="preemption", evidence=shown, deadline=facts.end_time)
     if lost_nodes:
-        return Cause(kind="node_lost", evidence=f"{shown}; lost: {', '.join(sorted(lost_nodes))}")
+        return JobCause(kind="node_lost", evidence=f"{shown}; lost: {', '.join(sorted(lost_nodes))}")
     # Slurm shows nothing at the warning of a time limit: that EndTime is near is all the evidence there is.
     may_be_warned = trigger in ("warning", "requeue_wish") or facts.state == "STOPPED"
     if may_be_warned and facts.end_time is not None:
         left = (facts.end_time - now).total_seconds()
         if facts.end_time - now <= timedelta(seconds=warned_s):
-            return Cause(
+            return JobCause(
                 kind="time_limit",
                 evidence=f"{shown}, {left:.0f} s to the time limit",
                 deadline=facts.end_time,
             )
     # `scancel -s STOP` stops the steps; the batch process, which is the lead, goes on.
     if facts.state == "STOPPED":
-        return Cause(kind="suspended", evidence=f"{shown}: its steps were stopped by a signal")
+        return JobCause(kind="suspended", evidence=f"{shown}: its steps were stopped by a signal")
     if trigger == "requeue_wish":
-        return Cause(kind="operator_requeue", evidence=f"{shown}: a requeue was asked for")
+        return JobCause(kind="operator_requeue", evidence=f"{shown}: a requeue was asked for")
     if trigger == "warning":
-        return Cause(kind="operator", evidence=f"{shown}: a save was asked for, and Slurm shows no reason")
+        return JobCause(kind="operator", evidence=f"{shown}: a save was asked for, and Slurm shows no reason")
     # Slurm's own TERM comes with COMPLETING or a PreemptTime; this one was sent by a person or a program.
     if trigger == "term":
-        return Cause(kind="operator", evidence=f"{shown}: a TERM that is not Slurm's end of the job")
-    return Cause(kind="none", evidence=shown)
+        return JobCause(kind="operator", evidence=f"{shown}: a TERM that is not Slurm's end of the job")
+    return JobCause(kind="none", evidence=shown)
 
 
 def _shown(facts: JobFacts, own_restarts: int) -> str:

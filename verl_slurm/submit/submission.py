@@ -84,7 +84,7 @@ _BY_LENGTH = ("linear", "cosine", "wsd")
 """Schedules that end with the run (trainer/objective/optimizers.py)."""
 
 
-class Submitted(msgspec.Struct, frozen=True, kw_only=True):
+class SubmissionResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a submission."""
 
     run_dir: str
@@ -425,7 +425,7 @@ def carry_out(
     prepare_only: bool = False,
     confirm_drift: Confirm | None = None,
     after: str = "",
-) -> Submitted:
+) -> SubmissionResult:
     """Makes the run directory and queues the job.
 
     Args:
@@ -479,7 +479,7 @@ def carry_out(
                 events.append(ev.Avoid([], detail, told=list(plan.avoids), job_id=job_id))
         for event in events:
             append_event(paths, event)
-    return Submitted(
+    return SubmissionResult(
         run_dir=str(paths.root),
         cluster=plan.cluster,
         job_id=job_id,

@@ -35,7 +35,7 @@ from verl_slurm.tiers.transfer import DirectoryOrigin, Origin, TierOrigin, copy_
 
 
 @dataclass(frozen=True, kw_only=True)
-class Done:
+class ActionResult:
     """Result of one action. `problem` is empty when it was carried out."""
 
     action: Action
@@ -54,7 +54,7 @@ class Pass:
 
     states: tuple[TierState, ...]
     plan: tuple[Action, ...]
-    done: tuple[Done, ...] = ()
+    done: tuple[ActionResult, ...] = ()
     unchecked: str = ""
 
     @property
@@ -154,7 +154,7 @@ class _Mover:
                 self._forget(state.name, plan)
         return Pass(states=tuple(states), plan=tuple(plan), done=tuple(done))
 
-    def _do(self, action: Action, act: Callable[[Action], int]) -> Done:
+    def _do(self, action: Action, act: Callable[[Action], int]) -> ActionResult:
         began = time.monotonic()
         try:
             sent = act(action)
@@ -164,14 +164,14 @@ class _Mover:
             append_event(
                 self._paths, TierFailed(action.tier, action.name, action.kind, problem, action.reason)
             )
-            return Done(action=action, problem=problem, seconds=time.monotonic() - began)
+            return ActionResult(action=action, problem=problem, seconds=time.monotonic() - began)
         seconds = time.monotonic() - began
         if action.kind == "copy":
             told = (action.reason, action.source, sent, round(seconds, 3))
             append_event(self._paths, TierCopied(action.name, action.tier, *told))
         else:
             append_event(self._paths, TierRemoved(action.name, action.tier, action.reason))
-        return Done(action=action, sent=sent, seconds=seconds)
+        return ActionResult(action=action, sent=sent, seconds=seconds)
 
     # ---- copies
 

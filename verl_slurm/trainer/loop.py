@@ -15,7 +15,7 @@ import msgspec
 from verl_slurm.base.errors import Fenced, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.checkpoint.decide.best import Best, is_new_best
-from verl_slurm.checkpoint.decide.notice import Notice
+from verl_slurm.checkpoint.decide.notice import LoudNotice
 from verl_slurm.checkpoint.format.components import partial_domains
 from verl_slurm.config.roles import EVAL_PREFIX
 from verl_slurm.config.schema import RunConfig
@@ -24,7 +24,7 @@ from verl_slurm.save.ranks.collective import RanksFailed
 from verl_slurm.save.ranks.saver import SavedCheckpoint
 from verl_slurm.save.writer.handle import SaverDied
 from verl_slurm.trainer.measures.metrics import step_costs
-from verl_slurm.trainer.pace import Pace
+from verl_slurm.trainer.pace import SavePace
 from verl_slurm.trainer.report import Reporter
 from verl_slurm.trainer.reward.swap import RewardSwap
 from verl_slurm.trainer.saving import Checkpointer
@@ -72,7 +72,7 @@ class Loop:
         state: TrainState,
         learner: Learner,
         checkpointer: Checkpointer,
-        pace: Pace,
+        pace: SavePace,
         stopper: Stopper,
         reporter: Reporter,
         saved_as: str,
@@ -295,7 +295,7 @@ class Loop:
             if saving.partial:
                 self._pace.partial_ends()
                 text = f"partial save failed: {error.one_line()}"
-                self._reporter.notice(Notice(topic="partial", text=text, loud=True))
+                self._reporter.notice(LoudNotice(topic="partial", text=text, loud=True))
             else:
                 self._save_problem = error.one_line()
                 self._reporter.save_failed(saving.request_id, self._save_problem)
@@ -310,7 +310,7 @@ class Loop:
         if saving.partial:
             self._pace.partial_ends()
             text = f"saved partial/checkpoints/{done.name} ({done.num_bytes} bytes, {done.seconds:.2f} s): {saving.why}"
-            self._reporter.notice(Notice(topic="partial", text=text, loud=False))
+            self._reporter.notice(LoudNotice(topic="partial", text=text, loud=False))
             return
         self._saved = (saving.position, done)
         self._save_problem = done.problem or None

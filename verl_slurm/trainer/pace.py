@@ -18,8 +18,15 @@ from statistics import median
 
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.decide.best import Best, is_new_best
-from verl_slurm.checkpoint.decide.cadence import Costs, Due, Interval, decide, is_partial_due, plan_interval
-from verl_slurm.checkpoint.decide.notice import Notice
+from verl_slurm.checkpoint.decide.cadence import (
+    Costs,
+    Interval,
+    SaveDue,
+    decide,
+    is_partial_due,
+    plan_interval,
+)
+from verl_slurm.checkpoint.decide.notice import LoudNotice
 from verl_slurm.checkpoint.decide.storage import need_of_next
 from verl_slurm.checkpoint.store.medium import StorageWatch
 from verl_slurm.config.schema import RunConfig
@@ -106,7 +113,7 @@ _FILES_PER_RANK = 8
 _WORTH_SAYING = 1.25
 
 
-class Pace:
+class SavePace:
     """One rank's view of when to save.
 
     Args:
@@ -149,16 +156,16 @@ class Pace:
             earlier=earlier,
         )
         self._looking: threading.Thread | None = None
-        self._seen: tuple[Notice, ...] = ()
+        self._seen: tuple[LoudNotice, ...] = ()
 
-    def due(self, state: TrainState) -> Due:
+    def due(self, state: TrainState) -> SaveDue:
         """Returns whether a periodic save is due at the position of `state`; `save` is the same on every rank.
         Collective.
         """
         position = state.position
         # Step 0 has nothing to lose: a fresh start gives the same numbers.
         if position.phase != "step_end" or position.step == 0:
-            return Due(save=False, reason="in the midst of a step")
+            return SaveDue(save=False, reason="in the midst of a step")
         self._meter.step_end(position.step)
         # Asked on every rank at every step, as `_plan` may be collective.
         due = decide(
@@ -172,18 +179,20 @@ class Pace:
         # A best step that is not saved at once is lost: the next one has other weights.
         best = Best.of(self._config.checkpoint)
         if not due.save and is_new_best(state.history, best):
-            return Due(save=True, reason=f"the best {best.metric} so far: {state.history[-1][best.metric]:g}")
+            return SaveDue(
+                save=True, reason=f"the best {best.metric} so far: {state.history[-1][best.metric]:g}"
+            )
         return due
 
     def evaluated(self, seconds: float) -> None:
         """Records that the ending step included an evaluation of `seconds`."""
         self._meter.leave_out(seconds)
 
-    def partial_due(self, state: TrainState) -> Due:
+    def partial_due(self, state: TrainState) -> SaveDue:
         """Returns the same for a partial save, at a position without a full one."""
-        position, none = state.position, Due(save=False, reason="no full save is made here")
+        position, none = state.position, SaveDue(save=False, reason="no full save is made here")
         if position.phase != "step_end":
-            return Due(save=False, reason="in the midst of a step")
+            return SaveDue(save=False, reason="in the midst of a step")
         return is_partial_due(self._config.checkpoint, step=position.step, full=none)
 
     def partial_starts(self) -> None:
@@ -284,9 +293,9 @@ class Pace:
                 return
         self._said = interval
         text = f"saves once in {interval.steps} steps: {interval.reason}"
-        self._tell((Notice(topic="cadence", text=text, loud=False),))
+        self._tell((LoudNotice(topic="cadence", text=text, loud=False),))
 
-    def _tell(self, notices: tuple[Notice, ...]) -> None:
+    def _tell(self, notices: tuple[LoudNotice, ...]) -> None:
         for notice in notices:
             self._reporter.notice(notice)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl_slurm.checkpoint.decide.notice import Notice
+from verl_slurm.checkpoint.decide.notice import LoudNotice
 from verl_slurm.config.roles import EVAL_PREFIX
 from verl_slurm.loops.session import Session
 from verl_slurm.save.ranks.saver import SavedCheckpoint
@@ -93,7 +93,7 @@ class Reporter:
         if row.get("equal_rewards") == 1.0 and not self._has_warned_of_equal_rewards:
             self._has_warned_of_equal_rewards = True
             text = f"step {row['step']:.0f}: all rewards equal ({row['reward']:.4g}): nothing is learned from them"
-            self.notice(Notice(topic="reward", text=text, loud=True))
+            self.notice(LoudNotice(topic="reward", text=text, loud=True))
         curves = {
             name if "/" in name else f"train/{name}": value for name, value in row.items() if name != "step"
         }
@@ -109,7 +109,7 @@ class Reporter:
             f"{name} {value:.4g}" for name, value in row.items() if name.startswith(EVAL_PREFIX)
         )
         text = f"step {row['step']:.0f}: {found}  in {seconds:.1f} s{news}"
-        self.notice(Notice(topic="evaluation", text=text, loud=False))
+        self.notice(LoudNotice(topic="evaluation", text=text, loud=False))
 
     def stalled(self, seconds: float) -> None:
         """Reports that training waited for a save: for an unfinished copy, or for a previous save still being
@@ -160,7 +160,7 @@ class Reporter:
             self._num_failed += 1
             self._curves(lambda: self._draw({"save/failed": float(self._num_failed)}, self._step))
 
-    def notice(self, notice: Notice) -> None:
+    def notice(self, notice: LoudNotice) -> None:
         """Sends a notice to the daemon, which journals it, and to the log; from rank 0."""
         self.session.notice(notice.text, topic=notice.topic, loud=notice.loud)
         # Cut as the session cuts it, so that log and journal say the same.

@@ -50,7 +50,7 @@ from verl_slurm.trainer.measures import console
 from verl_slurm.trainer.measures.stopwatch import GpuMemory
 from verl_slurm.trainer.models import Models, build_models
 from verl_slurm.trainer.objective.optimizers import build_optimizers
-from verl_slurm.trainer.pace import Pace
+from verl_slurm.trainer.pace import SavePace
 from verl_slurm.trainer.parallel.grid import Grid, make_grid
 from verl_slurm.trainer.report import Reporter
 from verl_slurm.trainer.resuming import (
@@ -421,7 +421,7 @@ def _assemble(
             resumed_from=start.resumed_from,
             keys=keys,
         ),
-        pace=Pace(
+        pace=SavePace(
             config,
             paths,
             ranks,

@@ -50,7 +50,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class AdoptedStep:
     """One step, its fate, and the reason. `how`, `saved`: of an adopted one."""
 
     judged: Judged
@@ -60,9 +60,11 @@ class Row:
     saved: SavedCheckpoint | None = None
 
 
-def judged_rows(judged: Sequence[Judged]) -> list[Row]:
+def judged_rows(judged: Sequence[Judged]) -> list[AdoptedStep]:
     """Returns a row for each step where no run is to take it."""
-    return [Row(judged=one, choice="whole" if one.ok else "broken", why=_problems(one)) for one in judged]
+    return [
+        AdoptedStep(judged=one, choice="whole" if one.ok else "broken", why=_problems(one)) for one in judged
+    ]
 
 
 def _problems(one: Judged) -> str:
@@ -79,7 +81,7 @@ def plan_adoption(
     keep_every: int = 0,
     take_all: bool = False,
     another: Collection[int] = (),
-) -> list[Row]:
+) -> list[AdoptedStep]:
     """Decides for every step, newest first. Pure.
 
     Args:
@@ -114,11 +116,11 @@ def plan_adoption(
             choice, why = "old", f"{dropped[name]}; --all takes it, too"
         else:
             why = f"as {name}"
-        rows.append(Row(judged=one, choice=choice, why=why))
+        rows.append(AdoptedStep(judged=one, choice=choice, why=why))
     return rows
 
 
-def refuse_if_nothing_fits(rows: Sequence[Row]) -> None:
+def refuse_if_nothing_fits(rows: Sequence[AdoptedStep]) -> None:
     """Refuses if there are whole steps, but the run could resume from none of them. Called before anything is made.
 
     Raises:
@@ -138,8 +140,8 @@ def refuse_if_nothing_fits(rows: Sequence[Row]) -> None:
 
 
 def adopt_steps(
-    paths: RunPaths, rows: Sequence[Row], *, link: bool = False, on_bytes: OnBytes = lambda _: None
-) -> list[Row]:
+    paths: RunPaths, rows: Sequence[AdoptedStep], *, link: bool = False, on_bytes: OnBytes = lambda _: None
+) -> list[AdoptedStep]:
     """Makes each row of `adopt` a checkpoint of the run, newest first; returns these rows, adopted or failed.
 
     No other process may work on the run meanwhile: the caller holds it (`submission.hold_run`).
@@ -183,7 +185,9 @@ def adopt_steps(
     return done
 
 
-def _adopt(paths: RunPaths, row: Row, work: Path, how: How, owner: Epoch | None, on_bytes: OnBytes) -> Row:
+def _adopt(
+    paths: RunPaths, row: AdoptedStep, work: Path, how: How, owner: Epoch | None, on_bytes: OnBytes
+) -> AdoptedStep:
     """Adopts one step; its own problem does not keep the others from being adopted."""
     one = row.judged
     # Below RUN, so that the commit can rename it into the checkpoint.

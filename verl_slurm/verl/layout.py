@@ -49,7 +49,7 @@ _SHOWN = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class StepLayout:
     """The contents of one `global_step_N`, judged by its names.
 
     Attributes:
@@ -83,7 +83,7 @@ def is_distributed(names: Collection[str]) -> bool:
     return any(word in name for name in names for word in _FOREIGN)
 
 
-def read_layout(names: Collection[str]) -> Layout:
+def read_layout(names: Collection[str]) -> StepLayout:
     """Sorts the files of one step into shards, and lists the missing ones.
 
     Args:
@@ -99,7 +99,9 @@ def read_layout(names: Collection[str]) -> Layout:
     entry: Entry = "sft" if "" in shards else "ppo" if shards or "data.pt" in names else "other"
     problems: list[Problem] = []
     if entry == "other":
-        return Layout(entry=entry, world_size=None, roles=(), num_data=0, problems=(_nothing_known(names),))
+        return StepLayout(
+            entry=entry, world_size=None, roles=(), num_data=0, problems=(_nothing_known(names),)
+        )
     # verl removes the actor's directory and leaves the rest of a step where it lets older checkpoints go.
     if entry == "ppo" and "actor" not in shards:
         what = "no shard in it: verl removed it (trainer.max_actor_ckpt_to_keep), or never finished it"
@@ -119,7 +121,7 @@ def read_layout(names: Collection[str]) -> Layout:
         )
     if entry == "sft":
         problems += _missing_data(data, world_size)
-    return Layout(
+    return StepLayout(
         entry=entry,
         world_size=world_size,
         roles=tuple(sorted(shards)),
@@ -128,7 +130,7 @@ def read_layout(names: Collection[str]) -> Layout:
     )
 
 
-def missing_beside(layout: Layout, others: Iterable[tuple[str, Layout]]) -> list[Problem]:
+def missing_beside(layout: StepLayout, others: Iterable[tuple[str, StepLayout]]) -> list[Problem]:
     """Lists files that other steps of the same trainer and number of ranks have and this one lacks.
 
     A save that was cut short may lack a whole model, or the last rank's data, and nothing in it says so.

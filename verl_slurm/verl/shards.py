@@ -31,7 +31,7 @@ from verl_slurm.base.tree import Entry, list_tree, open_below, open_directory
 from verl_slurm.checkpoint.format.info import Problem, ProblemKind
 from verl_slurm.checkpoint.format.specification import MAX_FILES, path_problem
 from verl_slurm.checkpoint.store.safetensors_file import safetensors_problem
-from verl_slurm.verl.layout import Layout, missing_beside, read_layout, step_of
+from verl_slurm.verl.layout import StepLayout, missing_beside, read_layout, step_of
 from verl_slurm.verl.torch_zip import zip_problem
 
 OnBytes = Callable[[int], None]
@@ -60,7 +60,7 @@ class Judged:
 
     step: int
     path: Path
-    layout: Layout
+    layout: StepLayout
     files: tuple[tuple[str, int], ...]
     problems: tuple[Problem, ...]
     unchecked: tuple[str, ...] = ()
@@ -220,7 +220,7 @@ def _check_file(
     root: int,
     entry: Entry,
     *,
-    layout: Layout,
+    layout: StepLayout,
     unchecked: list[str],
     count: OnBytes,
     turn: threading.Lock,
@@ -252,7 +252,7 @@ def _check_file(
     return [Problem(path=path, what=what)] if what else []
 
 
-def _json_problem(fd: int, path: str, layout: Layout) -> str:
+def _json_problem(fd: int, path: str, layout: StepLayout) -> str:
     shape = path.rsplit("/", 1)[-1] == "fsdp_config.json"
     try:
         data = read_fd(fd, _MAX_CONFIG if shape else _MAX_JSON)

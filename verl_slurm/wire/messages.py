@@ -64,7 +64,7 @@ MAX_STORY = 4000
 Topic = Literal[
     "cadence", "storage", "partial", "frozen", "evaluation", "reward", "device", "ledger", "engine"
 ]
-"""Topics of a `Notice`."""
+"""Topics of a `RankNotice`."""
 
 # \A and \Z, since msgspec searches for the pattern and `$` accepts a newline at the end.
 CheckpointName = Annotated[str, msgspec.Meta(pattern=r"\Astep_[0-9]{6,}(?:_sp[0-9]{4,})?\Z", max_length=64)]
@@ -111,7 +111,7 @@ class SaveRequest(_Message, frozen=True, kw_only=True, tag="StopRequest"):
 
     @property
     def why(self) -> str:
-        """Returns why the save is made, for people (`Saved.reason`)."""
+        """Returns why the save is made, for people (`RankSaved.reason`)."""
         return "the job ends" if self.stop else "asked for"
 
 
@@ -270,7 +270,7 @@ class PartSaved(_Message, frozen=True, kw_only=True):
     request_id: int
 
 
-class Saved(_Message, frozen=True, kw_only=True):
+class RankSaved(_Message, frozen=True, kw_only=True):
     """Rank 0: reports that the checkpoint is renamed into place and durable, on one medium or on all that were asked
     for."""
 
@@ -292,7 +292,7 @@ class Saved(_Message, frozen=True, kw_only=True):
 class SavedOnNodes(_Message, frozen=True, kw_only=True):
     """Rank 0, in the save before the end: every node's own disk has its part, read back; shared storage has not, yet.
 
-    `Saved` or `SaveFailed` follows, unless a failure comes first: then this copy is the newest.
+    `RankSaved` or `RankSaveFailed` follows, unless a failure comes first: then this copy is the newest.
     """
 
     rank: int
@@ -302,13 +302,13 @@ class SavedOnNodes(_Message, frozen=True, kw_only=True):
     num_bytes: int
 
 
-class SaveFailed(_Message, frozen=True, kw_only=True):
+class RankSaveFailed(_Message, frozen=True, kw_only=True):
     rank: int
     request_id: int
     reason: str
 
 
-class Notice(_Message, frozen=True, kw_only=True):
+class RankNotice(_Message, frozen=True, kw_only=True):
     """Rank 0: tells people about a save, an evaluation, the reward or the ledger; it stops nothing."""
 
     rank: int
@@ -318,7 +318,7 @@ class Notice(_Message, frozen=True, kw_only=True):
     """Something is wrong."""
 
 
-class Refused(_Message, frozen=True, kw_only=True):
+class RankRefused(_Message, frozen=True, kw_only=True):
     """Reports that this rank ends for a cause that another start would not change (a `VerlSlurmError`), or because the
     user's code raised. In the second case another start may help, once."""
 
@@ -419,10 +419,10 @@ FromRank = (
     | SaveStarted
     | PartSaved
     | SavedOnNodes
-    | Saved
-    | SaveFailed
-    | Notice
-    | Refused
+    | RankSaved
+    | RankSaveFailed
+    | RankNotice
+    | RankRefused
     | Stopped
     | Finished
 )

@@ -59,7 +59,7 @@ from verl_slurm_daemon.agent.node_start import NodeStart, require_memory
 from verl_slurm_daemon.agent.orphan import SlurmSenses, see_off, slurm_job
 from verl_slurm_daemon.agent.rank_socket import REASONS, RankSocket, StoreSocket
 from verl_slurm_daemon.agent.stacks import write_stacks
-from verl_slurm_daemon.decide.leaving import Known
+from verl_slurm_daemon.decide.leaving import AgentKnowledge
 from verl_slurm_daemon.link.channel import LeadLink, Refusals
 from verl_slurm_daemon.link.reach import CONNECT_PAUSES_S, reach_lead
 from verl_slurm_daemon.processes import (
@@ -326,7 +326,7 @@ class Agent:
         for _ in range(4):  # turns of the loop: an end of the link that has already come is seen
             await asyncio.sleep(0)
         # Taken before the link is closed below, because `_listen` takes our own close for the loss of the lead.
-        known = Known(
+        known = AgentKnowledge(
             in_slurm=job is not None,
             released=self._shutdown.is_set(),
             link_up=self._link is not None and not self._lead_lost.is_set(),

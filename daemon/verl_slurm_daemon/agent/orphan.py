@@ -24,7 +24,7 @@ from verl_slurm.wire.lead_file import LeadAddress
 from verl_slurm_daemon.agent.agent_log import AgentLog
 from verl_slurm_daemon.allocation.slurm import SlurmAllocation
 from verl_slurm_daemon.decide.inputs import RequeueAnswered
-from verl_slurm_daemon.decide.leaving import Known, Verdict, decide
+from verl_slurm_daemon.decide.leaving import AgentKnowledge, LeavingStep, decide
 from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.link.channel import connect
 
@@ -125,14 +125,14 @@ def slurm_job(environ: dict[str, str], log: AgentLog) -> SlurmJob | None:
 
 
 async def see_off(
-    known: Known,
+    known: AgentKnowledge,
     senses: Senses | None,
     node_id: int,
     log: AgentLog,
     *,
     sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
     clock: Callable[[], float] = time.monotonic,
-) -> Verdict:
+) -> LeavingStep:
     """Stays until this agent may leave, and does what has to be done first.
 
     Args:

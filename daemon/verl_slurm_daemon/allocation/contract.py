@@ -24,7 +24,7 @@ class TooFewNodes(Exception):
     """The job has lost so many nodes that its ranks have no place left."""
 
 
-class Places(NamedTuple):
+class StepPlacement(NamedTuple):
     """Which of the job's nodes a step gets, by name in Slurm's order."""
 
     chosen: tuple[str, ...] = ()
@@ -130,7 +130,7 @@ class Allocation(Protocol):
             SlurmMissing: Slurm does not say.
         """
 
-    async def places(self, avoid: Collection[str], *, with_spares: bool = False) -> Places:
+    async def places(self, avoid: Collection[str], *, with_spares: bool = False) -> StepPlacement:
         """Returns which nodes the ranks get, if the job may lose some: as many as the configuration allows.
 
         Args:

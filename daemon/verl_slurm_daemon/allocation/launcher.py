@@ -20,7 +20,7 @@ from verl_slurm.wire.environment import (
 )
 from verl_slurm.wire.flight import flight_environment
 from verl_slurm.wire.messages import Launch
-from verl_slurm_daemon.allocation.contract import Places, TooFewNodes
+from verl_slurm_daemon.allocation.contract import StepPlacement, TooFewNodes
 
 
 def agent_argv(python: str, paths: RunPaths, epoch: int, generation: int = 0) -> list[str]:
@@ -74,7 +74,7 @@ def nodes_of_step(config: RunConfig, sizes: Sequence[int], service: str = "") ->
 
 def choose_places(
     names: Sequence[str], avoid: Collection[str], allowed: Sequence[int], *, with_spares: bool
-) -> Places:
+) -> StepPlacement:
     """Returns which of a job's nodes the ranks get: as many as possible.
 
     Args:
@@ -94,7 +94,7 @@ def choose_places(
     # A node that is only supposed to be lost is better than none.
     back = [name for name in names if name in avoid]
     chosen = kept if with_spares and len(kept) > ranks else (kept + back)[:ranks]
-    return Places(
+    return StepPlacement(
         tuple(name for name in names if name in chosen),
         () if with_spares else tuple(name for name in kept if name not in chosen),
     )

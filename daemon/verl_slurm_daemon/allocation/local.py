@@ -19,7 +19,7 @@ from verl_slurm.journal.events import RequeueAsked, Started, StartOverruled
 from verl_slurm.journal.files import read_events
 from verl_slurm.journal.history import History
 from verl_slurm.wire.environment import LOCAL_RESTART_VARIABLE
-from verl_slurm_daemon.allocation.contract import Avoided, Outlook, Places
+from verl_slurm_daemon.allocation.contract import Avoided, Outlook, StepPlacement
 from verl_slurm_daemon.decide.inputs import CauseKnown, RequeueAnswered
 
 
@@ -101,8 +101,8 @@ class LocalAllocation:
         lives = KnownProcess(owner.pid, owner.born).is_running()
         return f"process {owner.pid} of job {owner.job_id} lives" if lives else ""
 
-    async def places(self, avoid: Collection[str], *, with_spares: bool = False) -> Places:
-        return Places()
+    async def places(self, avoid: Collection[str], *, with_spares: bool = False) -> StepPlacement:
+        return StepPlacement()
 
     async def idle_nodes(self) -> int:
         return 0

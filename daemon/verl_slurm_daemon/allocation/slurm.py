@@ -35,7 +35,7 @@ from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm.slurm.facts import JobFacts
 from verl_slurm.slurm.sparing import sparable
-from verl_slurm_daemon.allocation.contract import Avoided, Outlook, Places
+from verl_slurm_daemon.allocation.contract import Avoided, Outlook, StepPlacement
 from verl_slurm_daemon.allocation.launcher import choose_places, nodes_of_step, step_argv
 from verl_slurm_daemon.allocation.successor import queue_successor
 from verl_slurm_daemon.decide.inputs import CauseKnown, RequeueAnswered
@@ -467,9 +467,9 @@ class SlurmAllocation:
             await asyncio.sleep(pause)
         return ""
 
-    async def places(self, avoid: Collection[str], *, with_spares: bool = False) -> Places:
+    async def places(self, avoid: Collection[str], *, with_spares: bool = False) -> StepPlacement:
         if not self._config.may_lose_nodes:
-            return Places()
+            return StepPlacement()
         try:
             # Slurm takes nodes that it finds lost from the job.
             facts = await self._client.job(self._job.job_id)

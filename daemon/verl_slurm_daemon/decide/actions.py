@@ -54,7 +54,7 @@ class Pause(_Action, frozen=True):
     seconds: float
 
 
-class Requeue(_Action, frozen=True):
+class AskRequeue(_Action, frozen=True):
     """Asks Slurm to run this job again, or to hold it."""
 
     avoid: tuple[str, ...] = ()
@@ -77,5 +77,14 @@ class Note(_Action, frozen=True):
 
 
 Action = (
-    ArmDeadline | AskCause | Exit | Note | Pause | Requeue | SaveRequest | StartGeneration | TakeDown | Verify
+    ArmDeadline
+    | AskCause
+    | Exit
+    | Note
+    | Pause
+    | AskRequeue
+    | SaveRequest
+    | StartGeneration
+    | TakeDown
+    | Verify
 )

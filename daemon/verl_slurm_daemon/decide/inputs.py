@@ -50,7 +50,7 @@ class AllDone(_Event, frozen=True):
     detail: str
 
 
-class StartFailed(_Event, frozen=True):
+class StartHindered(_Event, frozen=True):
     """A start of the attempt, or of its ranks, met storage that is full or does not answer, or a Slurm that is away."""
 
     detail: str
@@ -143,7 +143,7 @@ class GenerationEnded(_Event, frozen=True):
     exit_code: int
 
 
-class Verified(_Event, frozen=True):
+class SaveReadBack(_Event, frozen=True):
     """A committed save was read back.
 
     `pruned`: it was not found good, but the retention of the living run had removed it in between.
@@ -190,7 +190,7 @@ Input = (
     | Shaped
     | Over
     | AllDone
-    | StartFailed
+    | StartHindered
     | SignalArrived
     | CauseKnown
     | LeaveNode
@@ -201,7 +201,7 @@ Input = (
     | Hung
     | RunLost
     | GenerationEnded
-    | Verified
+    | SaveReadBack
     | SaveDeadline
     | StartTimedOut
     | NeedsPerson

@@ -17,7 +17,7 @@ silent for minutes, after which it goes on.
 """
 
 
-class Known(msgspec.Struct, frozen=True, kw_only=True):
+class AgentKnowledge(msgspec.Struct, frozen=True, kw_only=True):
     """The knowledge of an agent whose work is over."""
 
     in_slurm: bool
@@ -38,7 +38,7 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
     waited_s: float = 0.0
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class LeavingStep(msgspec.Struct, frozen=True):
     """The next step, and its reason."""
 
     do: Literal["leave", "ask", "look"]
@@ -46,27 +46,27 @@ class Verdict(msgspec.Struct, frozen=True):
     reason: str
 
 
-def decide(known: Known) -> Verdict:
+def decide(known: AgentKnowledge) -> LeavingStep:
     """Decides for one of the three verdicts."""
     if known.released and known.link_up:
-        return Verdict("leave", "the lead said so")
+        return LeavingStep("leave", "the lead said so")
     # Before every look: without Slurm there is no requeue that could be lost.
     if not known.in_slurm:
-        return Verdict("leave", "there is no Slurm to ask")
+        return LeavingStep("leave", "there is no Slurm to ask")
     if not known.looked:
-        return Verdict("look", "the lead may be gone")
+        return LeavingStep("look", "the lead may be gone")
     # A lead that ended the restart for good may end before its agents do; then its word stands. A lead that wanted to
     # start again, and was killed meanwhile, has not written an end.
     if known.released and known.lead_ended is not False:
-        return Verdict("leave", "the lead said so, and has ended")
+        return LeavingStep("leave", "the lead said so, and has ended")
     if known.lead_answers:
-        return Verdict("leave", "the lead lives, and sees this agent's link end")
+        return LeavingStep("leave", "the lead lives, and sees this agent's link end")
     if known.job_runs is False:
-        return Verdict("ask", "the lead is gone, and Slurm ends the job")
+        return LeavingStep("ask", "the lead is gone, and Slurm ends the job")
     # Neither of the two is proof: storage may hold up a lead for minutes, and Slurm may not know of a lost node yet.
     if known.waited_s < PATIENCE_S:
-        return Verdict("look", "the lead does not answer, and Slurm has not ended the job")
+        return LeavingStep("look", "the lead does not answer, and Slurm has not ended the job")
     # The lead counted on this agent, and has been silent for longer than storage may hold one up.
     if known.joined:
-        return Verdict("ask", "nobody leads this job")
-    return Verdict("leave", "there never was a link; a lead that waits for this agent does so no longer")
+        return LeavingStep("ask", "nobody leads this job")
+    return LeavingStep("leave", "there never was a link; a lead that waits for this agent does so no longer")

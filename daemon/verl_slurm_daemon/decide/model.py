@@ -8,7 +8,7 @@ import msgspec
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal.causes import meaning_of
-from verl_slurm.wire.messages import PartSaved, Refused, SavedOnNodes, SaveStarted
+from verl_slurm.wire.messages import PartSaved, RankRefused, SavedOnNodes, SaveStarted
 from verl_slurm_daemon.decide import actions as act, inputs
 from verl_slurm_daemon.decide.delays import IN_PLACE_S
 from verl_slurm_daemon.decide.states import State
@@ -113,7 +113,7 @@ class Model(msgspec.Struct, frozen=True):
     """What the nodes' disks have of the save before the end, while shared storage does not have it."""
     failure: str = ""
     """Why the present restart is being taken down; empty: it is not."""
-    refusal: Refused | None = None
+    refusal: RankRefused | None = None
     """The present trainer's refusal, which another start would not change."""
     step_gone: bool = True
     fresh: bool = False

@@ -22,15 +22,15 @@ from verl_slurm.journal import events as ev
 from verl_slurm.wire.messages import (
     Finished,
     FromRank,
-    Notice,
     PartSaved,
     Progress,
+    RankNotice,
+    RankRefused,
+    RankSaved,
+    RankSaveFailed,
     RankStarted,
     RankUnfit,
-    Refused,
-    Saved,
     SavedOnNodes,
-    SaveFailed,
     SaveStarted,
     Stopped,
 )
@@ -72,7 +72,7 @@ def _decide(model: Model, event: inputs.Input) -> Decision:
             return _exit(model, exit_code, reason)
         case inputs.AllDone(name, detail):
             return _on_all_done(model, name, detail)
-        case inputs.StartFailed():
+        case inputs.StartHindered():
             return _on_start_failed(model, event)
         case inputs.NeedsPerson(starts, detail):
             return _hold(model, ExitCode.NO_PROGRESS, starts, detail)
@@ -119,7 +119,7 @@ def _decide(model: Model, event: inputs.Input) -> Decision:
             return Decision(model)
         case inputs.GenerationEnded(exit_code):
             return _on_generation_ended(model, exit_code)
-        case inputs.Verified():
+        case inputs.SaveReadBack():
             return _on_verified(model, event)
         case inputs.SaveDeadline():
             if model.state in (State.SAVING, State.CHECKING):
@@ -139,7 +139,7 @@ def _launch(model: Model, *notes: act.Note) -> Decision:
     return Decision(after, (*notes, act.StartGeneration(after.generation, after.replaced)))
 
 
-def _on_start_failed(model: Model, event: inputs.StartFailed) -> Decision:
+def _on_start_failed(model: Model, event: inputs.StartHindered) -> Decision:
     """Waits in place where ranks were to be started. The start of an attempt has waited so already (`lead.loop`)."""
     if model.state is State.STARTING:
         return _try_later(model, event)
@@ -149,7 +149,7 @@ def _on_start_failed(model: Model, event: inputs.StartFailed) -> Decision:
     return _after_storage(model, msgspec.structs.replace(event, before=model.starts_failed))
 
 
-def _after_storage(model: Model, event: inputs.StartFailed, *notes: act.Note) -> Decision:
+def _after_storage(model: Model, event: inputs.StartHindered, *notes: act.Note) -> Decision:
     """Waits in place for some time, then without the nodes."""
     if model.intent is not None:  # Slurm wants the nodes, or the user the end
         return _leave(model, *notes)
@@ -163,7 +163,7 @@ def _after_storage(model: Model, event: inputs.StartFailed, *notes: act.Note) ->
     return Decision(after, (*notes, note, act.Pause(pause_s)))
 
 
-def _try_later(model: Model, event: inputs.StartFailed, *notes: act.Note) -> Decision:
+def _try_later(model: Model, event: inputs.StartHindered, *notes: act.Note) -> Decision:
     """Requeues: another node, or a later hour, may do."""
     note = act.Note(ev.StartFailed(event.detail, event.before))
     if event.before >= MOST_FAILED_STARTS:
@@ -220,7 +220,7 @@ def _on_run_lost(model: Model, owner: str) -> Decision:
     if lost or model.state in (State.STARTING, State.PAUSED, State.LEAVING):
         return _exit(model, ExitCode.FENCED, reason)
     # Without a save and a requeue: this attempt can commit nothing, and the job that owns the run looks after itself.
-    refusal = Refused(rank=-1, exit_code=int(ExitCode.FENCED), reason=reason)
+    refusal = RankRefused(rank=-1, exit_code=int(ExitCode.FENCED), reason=reason)
     after = msgspec.structs.replace(model, failure=reason, refusal=refusal)
     return Decision(after, (act.Note(ev.Refused(reason)), act.TakeDown()))
 
@@ -340,7 +340,7 @@ def _on_rank(model: Model, message: FromRank) -> Decision:
             if model.state is not State.SAVING or message.request_id != model.request_id:
                 return Decision(model)
             return Decision(msgspec.structs.replace(model, on_nodes=message), (kept_note(message),))
-        case Saved():
+        case RankSaved():
             # A rank's number is not trusted: a later request would find its answer here already.
             if message.request_id > model.request_id:  # no such request was made
                 return Decision(model, (act.Note(ev.Ignored(f"an answer to {message.request_id}")),))
@@ -363,17 +363,17 @@ def _on_rank(model: Model, message: FromRank) -> Decision:
             if model.state is State.SAVING and message.request_id == model.request_id:
                 return Decision(msgspec.structs.replace(model, state=State.CHECKING), actions)
             return Decision(model, actions)
-        case SaveFailed():
+        case RankSaveFailed():
             note = act.Note(ev.SaveFailed(message.reason, message.rank))
             if model.state is State.SAVING and message.request_id == model.request_id:
                 return _leave(model, note)
             if model.wish is not None and message.request_id >= model.wish_save:
                 return _wish_fails(model, message.reason, note)
             return Decision(model, (note,))
-        case Notice():
+        case RankNotice():
             form = ev.Warned if message.loud else ev.Notice
             return Decision(model, (act.Note(form(message.topic, message.text)),))
-        case Refused():
+        case RankRefused():
             return _on_refused(model, message)
         case Finished():
             return Decision(msgspec.structs.replace(model, finished=model.finished | model.bit(message.rank)))
@@ -381,7 +381,7 @@ def _on_rank(model: Model, message: FromRank) -> Decision:
             assert_never(message)
 
 
-def _on_refused(model: Model, message: Refused) -> Decision:
+def _on_refused(model: Model, message: RankRefused) -> Decision:
     """Ends the run if another start would not change the refusal."""
     note = act.Note(ev.Refused(message.reason, message.rank))
     if model.state not in _TRAINING:
@@ -482,7 +482,7 @@ def _on_crash(model: Model, detail: str) -> Decision:
     if kind == "stranger":
         return _after_stranger(model, of_kind, note)
     if kind == "environment":
-        return _after_storage(model, inputs.StartFailed(detail, model.starts_failed), note)
+        return _after_storage(model, inputs.StartHindered(detail, model.starts_failed), note)
     # None after a restart that sampled something new; else it grows from one to the next.
     fruitless = 0 if model.fresh else model.fruitless + 1
     model = msgspec.structs.replace(model, fruitless=fruitless)
@@ -517,7 +517,7 @@ def _on_backoff_over(model: Model, event: inputs.BackoffOver) -> Decision:
     return _launch(model)
 
 
-def _on_verified(model: Model, event: inputs.Verified) -> Decision:
+def _on_verified(model: Model, event: inputs.SaveReadBack) -> Decision:
     found = ev.Verified if event.good else ev.Pruned if event.pruned else ev.Corrupt
     note = act.Note(found(event.name, event.detail))
     if event.unreadable:
@@ -557,7 +557,7 @@ def _leave(model: Model, *notes: act.Note) -> Decision:
     if model.intent is Intent.REQUEUE:
         # Asked for before the ranks are gone: taking them down may use up the time that Slurm leaves.
         avoid = (*suspects(model.failed), *model.left)
-        actions.append(act.Requeue(avoid, model.delay_s, hold=model.hold is not None))
+        actions.append(act.AskRequeue(avoid, model.delay_s, hold=model.hold is not None))
     if not model.step_gone:
         actions.append(act.TakeDown())
     after = msgspec.structs.replace(model, state=State.LEAVING)
@@ -592,7 +592,7 @@ def _exit(model: Model, code: ExitCode, reason: str) -> Decision:
 _MOST_NAMED = 8
 
 
-def saved_notes(message: Saved) -> tuple[act.Note, ...]:
+def saved_notes(message: RankSaved) -> tuple[act.Note, ...]:
     """Returns the notes about a completed save, naming a medium that lacks it."""
     saved = ev.Saved(
         message.name,
@@ -639,7 +639,7 @@ def given_up(kept: SavedOnNodes | None, state: State, reason: str) -> tuple[act.
     if state is State.CHECKING:
         return (act.Note(ev.OneCopy(kept.name, f"read back on the nodes' disks; {reason}")),)
     return saved_notes(
-        Saved(
+        RankSaved(
             rank=kept.rank,
             request_id=kept.request_id,
             name=kept.name,

@@ -219,7 +219,7 @@ class Effects:
                 self._spawn(self._take_down(stacks=stacks))
             case act.Pause(seconds):
                 self._spawn(self._pause(seconds))
-            case act.Requeue():
+            case act.AskRequeue():
                 self._spawn(self._requeue(action))
             case act.Exit(code, reason):
                 self.exit = (code, reason)
@@ -264,7 +264,7 @@ class Effects:
         try:
             point = await self._begin(generation)
         except ENVIRONMENT as error:  # storage, Slurm, no processes left: no fault of the program's
-            point = inputs.StartFailed(f"the step was not started: {error}", exit_code=failed_code(error))
+            point = inputs.StartHindered(f"the step was not started: {error}", exit_code=failed_code(error))
         except TooFewNodes as error:  # with --no-kill, Slurm leaves the end of such a job to us
             self._post(inputs.CauseKnown("failed", str(error), None))
             point = inputs.GenerationEnded(1)
@@ -290,7 +290,7 @@ class Effects:
         # srun may have died alone: no rank may survive into the next restart
         step.shut_down()
         await step.last_words()
-        # Last: `Finished` and `Saved` of these messages come before it, or a run that is done would count as a crash.
+        # Last: `Finished` and `RankSaved` of these messages come before it, or a run that is done would count as a crash.
         self._post(inputs.GenerationEnded(code))
 
     async def _is_slurms_fault(self, began: float) -> bool:
@@ -567,7 +567,7 @@ class Effects:
             self._journal.write(ev.Corrupt(name, found.detail))
             if await self._bring_home(""):
                 found = await asyncio.to_thread(read)
-        self._post(inputs.Verified(name, found.good, found.detail, found.pruned, found.unreadable))
+        self._post(inputs.SaveReadBack(name, found.good, found.detail, found.pruned, found.unreadable))
         if found.good:
             self._mover.wake()
 
@@ -581,7 +581,7 @@ class Effects:
     async def _ask_cause(self, trigger: str) -> None:
         self._post(await self._allocation.cause(trigger))
 
-    async def _requeue(self, action: act.Requeue) -> None:
+    async def _requeue(self, action: act.AskRequeue) -> None:
         self._spawn(self._standby.drop())
         self._post(await requeue(self._allocation, self._config, self._paths, self._journal, action))
 

@@ -42,7 +42,7 @@ from verl_slurm.journal.status import Status, read_status
 from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm.verl.inputs import data_of
 from verl_slurm.wire.environment import LOCAL_RESTART_VARIABLE
-from verl_slurm.wire.messages import Progress, Saved, SaveFailed
+from verl_slurm.wire.messages import Progress, RankSaved, RankSaveFailed
 from verl_slurm_daemon.allocation.contract import Allocation
 from verl_slurm_daemon.allocation.local import LocalAllocation
 from verl_slurm_daemon.allocation.slurm import SlurmAllocation
@@ -237,7 +237,7 @@ class Lead:
             journal.write(ev.Ended(int(code), code.name, reason, last, starts))
             journal.status(self._status)
         else:  # the run goes on without us; its end is not ours to announce
-            journal.write(ev.Fenced(int(code), reason))
+            journal.write(ev.AttemptFenced(int(code), reason))
 
     def _take_over(self) -> None:
         """Copies the facts of former attempts into the snapshot: the run's progress and its interruptions."""
@@ -442,15 +442,15 @@ class Lead:
                 status.step, status.phase, status.index = message.step, message.phase, message.index
                 status.steps = message.total or status.steps
                 status.metrics = message.metrics or status.metrics
-            case inputs.RankSaid(Saved() as message):
+            case inputs.RankSaid(RankSaved() as message):
                 changed = True
                 status.save_problem = "" if message.on_shared else status.save_problem
-            case inputs.RankSaid(SaveFailed() as message):
+            case inputs.RankSaid(RankSaveFailed() as message):
                 changed = True
                 status.save_problem = message.reason or "for an unknown reason"
             case inputs.AllDone(name, _):
                 status.last_checkpoint, status.step = name, (checkpoint_order(name) or (0, 0))[0]
-            case inputs.Verified(name, good, _) if good:
+            case inputs.SaveReadBack(name, good, _) if good:
                 status.last_checkpoint, changed = name, True
                 status.last_checkpoint_time = status.updated
         now = asyncio.get_running_loop().time()

@@ -26,7 +26,7 @@ async def requeue(
     config: RunConfig,
     paths: RunPaths,
     journal: Journal,
-    wanted: act.Requeue,
+    wanted: act.AskRequeue,
 ) -> RequeueAnswered:
     """Returns Slurm's final answer to the request. Asks until there is one."""
     # The job stays while Slurm is away or gives no answer that counts: leaving ends the run's job, staying costs at

@@ -38,7 +38,7 @@ from verl_slurm_daemon.allocation.hostfile import Host, check_hosts, read_hostfi
 from verl_slurm_daemon.allocation.local import HostfileAllocation, LocalAllocation
 from verl_slurm_daemon.allocation.slurm import SlurmAllocation
 from verl_slurm_daemon.decide.delays import IN_PLACE_S, SLURM_AWAY_S
-from verl_slurm_daemon.decide.inputs import StartFailed
+from verl_slurm_daemon.decide.inputs import StartHindered
 from verl_slurm_daemon.journal import Journal
 
 T = TypeVar("T")
@@ -301,7 +301,7 @@ def _say(text: str) -> None:
 
 async def start_failed(
     paths: RunPaths, allocation: Allocation, error: OSError | VerlSlurmError
-) -> StartFailed:
+) -> StartHindered:
     """Returns the input that tells the policy that `error` stopped the start."""
     try:
         # Counted from the journal, since the process that failed before is gone; it may be on the storage that fails.
@@ -309,7 +309,7 @@ async def start_failed(
         before = history.failed_starts(allocation.job_id, allocation.restart)
     except (OSError, TooMuch):
         before = _NOT_KNOWN
-    return StartFailed(str(error), before, failed_code(error))
+    return StartHindered(str(error), before, failed_code(error))
 
 
 def failed_code(error: OSError | VerlSlurmError) -> ExitCode:

@@ -9,7 +9,7 @@ import stat
 from collections.abc import Collection, Sequence
 
 from verl_slurm.wire.messages import AgentReady, Shutdown
-from verl_slurm_daemon.allocation.contract import Places
+from verl_slurm_daemon.allocation.contract import StepPlacement
 from verl_slurm_daemon.decide import inputs
 from verl_slurm_daemon.link.channel import AgentLink
 from verl_slurm_daemon.link.rank_store import RankStore
@@ -48,8 +48,8 @@ class Step:
         settings: what the agents were started with.
     """
 
-    def __init__(self, generation: int, nodes: int, places: Places | None = None) -> None:
-        self.generation, self._nodes, self.places = generation, nodes, places or Places()
+    def __init__(self, generation: int, nodes: int, places: StepPlacement | None = None) -> None:
+        self.generation, self._nodes, self.places = generation, nodes, places or StepPlacement()
         self._wanted = len(self.places.chosen) or nodes
         self._open, self._settled = set[AgentLink](), False
         self._deserted = asyncio.Event()
@@ -96,7 +96,7 @@ class Step:
         self._count()
         return True
 
-    def expect(self, places: Places) -> None:
+    def expect(self, places: StepPlacement) -> None:
         """Says where its agents will be, before it is started."""
         self.places = places
         self._nodes = self._wanted = len(places.chosen) or self._nodes
@@ -117,7 +117,7 @@ class Step:
         for node in spare:
             self.links[node].send(Shutdown())
             self._forget(node)
-        self._settled, self.places = True, Places(self.places.chosen, self.places.idle + spare)
+        self._settled, self.places = True, StepPlacement(self.places.chosen, self.places.idle + spare)
         chosen = ready[: self._nodes]
         self.train_nodes = [one.node for one in chosen]
         return chosen

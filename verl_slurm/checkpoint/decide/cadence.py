@@ -134,7 +134,7 @@ class Interval:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Due:
+class SaveDue:
     """The decision to save now or not, and its reason."""
 
     save: bool
@@ -190,7 +190,7 @@ def decide(
     last_save: int,
     interval: Interval,
     under_way: bool = False,
-) -> Due:
+) -> SaveDue:
     """Decides whether a save is due when `step` whole steps are done. Runs on every rank.
 
     Args:
@@ -199,40 +199,40 @@ def decide(
         under_way: the last save is still being written; `young_daly` and `continuous` do not make training wait for it.
     """
     if step <= 0:
-        return Due(save=False, reason="nothing has been done yet")
+        return SaveDue(save=False, reason="nothing has been done yet")
     # Before the cadence: the end of a run is a result, whatever its number.
     if step == total_steps:
-        return Due(save=True, reason="the last step")
+        return SaveDue(save=True, reason="the last step")
     if config.cadence == "fixed":
         for key, every in (
             ("every_steps", config.every_steps),
             ("runtime_every_steps", config.runtime_every_steps),
         ):
             if step % every == 0:
-                return Due(save=True, reason=f"a multiple of {key}={every}")
-        return Due(save=False, reason="not a multiple of every_steps or runtime_every_steps")
+                return SaveDue(save=True, reason=f"a multiple of {key}={every}")
+        return SaveDue(save=False, reason="not a multiple of every_steps or runtime_every_steps")
     # Multiples give predictable names. If the interval has just changed, the next multiple may come too late.
     if config.cadence == "adaptive" and step % interval.steps == 0:
-        return Due(save=True, reason=f"a multiple of {interval.steps}: {interval.reason}")
+        return SaveDue(save=True, reason=f"a multiple of {interval.steps}: {interval.reason}")
     since = step - last_save
     # Training would wait for the save before: the arena holds one state.
     if under_way and config.cadence in ("young_daly", "continuous") and since < config.every_steps:
-        return Due(save=False, reason="the save before is still being written")
+        return SaveDue(save=False, reason="the save before is still being written")
     if since >= interval.steps:
-        return Due(save=True, reason=f"{since} steps since the last save: {interval.reason}")
-    return Due(save=False, reason=f"{since} of {interval.steps} steps since the last save")
+        return SaveDue(save=True, reason=f"{since} steps since the last save: {interval.reason}")
+    return SaveDue(save=False, reason=f"{since} of {interval.steps} steps since the last save")
 
 
-def is_partial_due(config: CheckpointConfig, *, step: int, full: Due) -> Due:
+def is_partial_due(config: CheckpointConfig, *, step: int, full: SaveDue) -> SaveDue:
     """Returns whether a partial save is due. A full save that is due contains the partial one."""
     every = config.partial_every_steps
     if not every or not config.components:
-        return Due(save=False, reason="no partial saves are configured")
+        return SaveDue(save=False, reason="no partial saves are configured")
     if step <= 0 or step % every:
-        return Due(save=False, reason=f"not a multiple of partial_every_steps={every}")
+        return SaveDue(save=False, reason=f"not a multiple of partial_every_steps={every}")
     if full.save:
-        return Due(save=False, reason="a full save is made at this step")
-    return Due(save=True, reason=f"a multiple of partial_every_steps={every}")
+        return SaveDue(save=False, reason="a full save is made at this step")
+    return SaveDue(save=True, reason=f"a multiple of partial_every_steps={every}")
 
 
 def _from_table(config: CheckpointConfig, step: int) -> Interval:

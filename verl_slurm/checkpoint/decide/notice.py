@@ -6,7 +6,7 @@ from verl_slurm.wire.messages import Topic
 
 
 @dataclass(frozen=True, kw_only=True)
-class Notice:
+class LoudNotice:
     """One line for the log and the journal; `loud`: something is wrong."""
 
     topic: Topic

@@ -9,7 +9,7 @@ from verl_slurm.checkpoint.format.manifest import checkpoint_order
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decision:
+class RestoreDecision:
     """The next thing to do.
 
     Attributes:
@@ -25,7 +25,7 @@ class Decision:
     reasons: tuple[str, ...]
 
 
-def decide_resume(infos: Sequence[CheckpointInfo], verdicts: Mapping[str, Verdict]) -> Decision:
+def decide_resume(infos: Sequence[CheckpointInfo], verdicts: Mapping[str, Verdict]) -> RestoreDecision:
     """Chooses the newest checkpoint that verifies.
 
     Args:
@@ -46,8 +46,10 @@ def decide_resume(infos: Sequence[CheckpointInfo], verdicts: Mapping[str, Verdic
     damaged: list[str] = []
     doubtful: list[str] = []
 
-    def decision(action: Literal["verify", "use", "fresh", "refuse", "wait"], name: str | None) -> Decision:
-        return Decision(action=action, name=name, set_aside=tuple(damaged), reasons=tuple(reasons))
+    def decision(
+        action: Literal["verify", "use", "fresh", "refuse", "wait"], name: str | None
+    ) -> RestoreDecision:
+        return RestoreDecision(action=action, name=name, set_aside=tuple(damaged), reasons=tuple(reasons))
 
     for info in candidates:
         verdict = verdicts.get(info.name)

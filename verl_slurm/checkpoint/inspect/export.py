@@ -80,7 +80,7 @@ class Wish:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class ExportProgress:
     """Progress in bytes of the checkpoint; `peak`: of tensors in memory at once."""
 
     phase: Literal["verify", "model", "load", "write", "sync"]
@@ -118,7 +118,7 @@ class _Line(msgspec.Struct, frozen=True, kw_only=True):
 def export(
     directory: Path,
     wish: Wish,
-    progress: Callable[[Progress], None] = lambda _: None,
+    progress: Callable[[ExportProgress], None] = lambda _: None,
     *,
     key_file: Path | None = None,
 ) -> Exported:
@@ -145,19 +145,19 @@ def export(
     manifest = known_manifest(directory, keys)
     require_own(manifest, directory)
     CheckpointCipher.of(manifest, keys, where=directory)  # fails before a long read
-    progress(Progress(phase="verify", total=manifest.num_bytes))
+    progress(ExportProgress(phase="verify", total=manifest.num_bytes))
     # Every byte, before any is written: the child checks each chunk that it reads, but would find a fault in the
     # middle.
     remedy = "export one that does (`verl-slurm verify RUN`)"
     manifest = verify(directory, keys=keys).require("the checkpoint does not verify", directory, remedy)
     if wish.is_first_model:
-        progress(Progress(phase="model"))
+        progress(ExportProgress(phase="model"))
         _require_first_model(wish.model, manifest)
     with whole_output(out, "the export") as staging:
         # With the digest the child refuses a checkpoint that was exchanged after the verification.
         peak = _fill(directory, manifest.digest, staging, wish, progress, key_file)
         _record(staging, manifest, wish)
-        progress(Progress(phase="sync"))
+        progress(ExportProgress(phase="sync"))
         num_files, num_bytes = _make_durable(staging)
     return Exported(
         out=str(out),
@@ -193,11 +193,11 @@ def _fill(
     digest: str,
     staging: Path,
     wish: Wish,
-    progress: Callable[[Progress], None],
+    progress: Callable[[ExportProgress], None],
     key_file: Path | None,
 ) -> int:
     """Lets the child write; returns the bytes of tensors that it holds in memory at once."""
-    progress(Progress(phase="load"))
+    progress(ExportProgress(phase="load"))
     # -P: without it Python would look for modules in the working directory first, which may be anybody's.
     command = [sys.executable, "-P", "-m", "verl_slurm.export", "--checkpoint", str(directory)]
     command += ["--digest", digest, "--to", wish.to, "--model", str(wish.model), "--staging", str(staging)]
@@ -219,7 +219,7 @@ def _fill(
                 if last.total is not None:
                     total, peak = last.total, last.peak
                 if last.total is not None or last.done is not None:
-                    progress(Progress(phase="write", done=last.done or 0, total=total, peak=peak))
+                    progress(ExportProgress(phase="write", done=last.done or 0, total=total, peak=peak))
             child.wait()
         finally:
             # `progress` raised, or a signal came: the child must not write into a directory that is being removed.

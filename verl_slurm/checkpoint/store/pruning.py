@@ -32,7 +32,7 @@ from verl_slurm.checkpoint.store.verify import verify
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class PruningLook:
     """Result of a look, and the plan.
 
     Attributes:
@@ -59,7 +59,7 @@ def look(
     protected: Collection[str] = (),
     quarantine_too: bool = False,
     verifier: Callable[[Path], Verdict] = verify,
-) -> Look:
+) -> PruningLook:
     """Reads checkpoints back from the newest on until one is good, and plans with that one alone as good.
 
     Args:
@@ -93,7 +93,7 @@ def look(
     aside = [i for i in infos if i.kind == "quarantined" and quarantine_too and is_set_aside(i.path)]
     sizes = {info.name: info.num_bytes for info in committed}
     sizes |= {info.name: _tree_bytes(info.path) for info in aside}
-    return Look(
+    return PruningLook(
         plan=plan_prune(
             committed,
             keep_last,
@@ -111,7 +111,7 @@ def look(
     )
 
 
-def carry_out(paths: RunPaths, found: Look) -> list[str]:
+def carry_out(paths: RunPaths, found: PruningLook) -> list[str]:
     """Removes what `found` names, oldest first; returns the names removed.
 
     The run may be training meanwhile: entries that it removed first are skipped, and new ones are not in the plan.

@@ -20,7 +20,7 @@ from verl_slurm.checkpoint.store.verify import verify
 
 
 @dataclass(frozen=True, kw_only=True)
-class Due:
+class ScrubDue:
     """The next thing to scrub.
 
     Attributes:
@@ -35,7 +35,7 @@ class Due:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scrubbed:
+class ScrubResult:
     """Result of one scrub.
 
     Attributes:
@@ -56,7 +56,7 @@ class Scrubbed:
 
 def next_due(
     infos: Sequence[CheckpointInfo], read_at: Mapping[str, float], *, now: float, every_s: float
-) -> Due:
+) -> ScrubDue:
     """Decides which committed checkpoint is read next, and when.
 
     Args:
@@ -66,16 +66,16 @@ def next_due(
     """
     committed = [info for info in infos if info.kind == "committed"]
     if not committed:
-        return Due(name=None, in_s=every_s, reason="there is no checkpoint yet")
+        return ScrubDue(name=None, in_s=every_s, reason="there is no checkpoint yet")
     # Among those never read, the newest first: a resume would take it.
     oldest = min(committed, key=lambda info: (read_at.get(info.name, -1.0), -info.step, -info.safe_point))
     # Not known means due: `read_at` starts empty with each process.
     last = read_at.get(oldest.name)
     if last is None:
-        return Due(name=oldest.name, in_s=0.0, reason="not read back yet")
+        return ScrubDue(name=oldest.name, in_s=0.0, reason="not read back yet")
     # One clock for both, given by the caller: this function stays pure.
     age = now - last
-    return Due(name=oldest.name, in_s=max(0.0, every_s - age), reason=f"read back {age:.0f} s ago")
+    return ScrubDue(name=oldest.name, in_s=max(0.0, every_s - age), reason=f"read back {age:.0f} s ago")
 
 
 def scrub_one(
@@ -84,7 +84,7 @@ def scrub_one(
     set_aside: bool,
     keys: Keyring | None = None,
     bytes_per_s: float | None = None,
-) -> Scrubbed:
+) -> ScrubResult:
     """Reads one checkpoint back.
 
     Args:
@@ -98,7 +98,7 @@ def scrub_one(
 
 def scrub_frozen(
     paths: RunPaths, digest: str, *, set_aside: bool, bytes_per_s: float | None = None
-) -> Scrubbed:
+) -> ScrubResult:
     """Reads one copy in RUN/frozen back; the arguments are those of `scrub_one`. The next start replaces a
     damaged one."""
     path = paths.frozen / digest
@@ -106,11 +106,11 @@ def scrub_frozen(
     return _judged(path, check_frozen(paths, digest, bytes_per_s=bytes_per_s), set_aside=set_aside)
 
 
-def _judged(path: Path, verdict: Verdict, *, set_aside: bool) -> Scrubbed:
+def _judged(path: Path, verdict: Verdict, *, set_aside: bool) -> ScrubResult:
     if not verdict.ok and not path.exists():
-        return Scrubbed(verdict=verdict, set_aside=None, gone=True)
+        return ScrubResult(verdict=verdict, set_aside=None, gone=True)
     moved = None
     # `damaged` leaves out what could not be read, belongs to others or has another key.
     if set_aside and not verdict.ok and verdict.damaged:
         moved = move_to_quarantine(path, [f"scrub: {problem}" for problem in verdict.problems])
-    return Scrubbed(verdict=verdict, set_aside=moved)
+    return ScrubResult(verdict=verdict, set_aside=moved)

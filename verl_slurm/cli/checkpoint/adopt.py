@@ -165,7 +165,7 @@ def _into_run(
     take_all: bool,
     link: bool,
     dry_run: bool,
-) -> list[adoption.Row]:
+) -> list[adoption.AdoptedStep]:
     from verl_slurm.submit.submission import hold_run
 
     config, paths = plan.config, RunPaths(plan.run_dir)
@@ -197,7 +197,7 @@ def _into_run(
     return [done.get(row.judged.step, row) for row in rows]
 
 
-def _facts(row: adoption.Row) -> dict[str, Any]:
+def _facts(row: adoption.AdoptedStep) -> dict[str, Any]:
     return {
         **render.picked(row.judged, "name step world_size num_bytes problems"),
         **render.picked(row, "why how"),

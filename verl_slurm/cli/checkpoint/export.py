@@ -12,7 +12,13 @@ from verl_slurm.checkpoint.format.components import require_own
 from verl_slurm.checkpoint.format.specification import REQUIRED_DIRECTORIES
 from verl_slurm.checkpoint.format.tensor_index import INDEX
 from verl_slurm.checkpoint.inspect.contents import entry_named, known_manifest, read_config
-from verl_slurm.checkpoint.inspect.export import Layout, Progress, Role, Wish, export as export_checkpoint
+from verl_slurm.checkpoint.inspect.export import (
+    ExportProgress,
+    Layout,
+    Role,
+    Wish,
+    export as export_checkpoint,
+)
 from verl_slurm.checkpoint.store.run_config import keys_for
 from verl_slurm.cli.checkpoint.verify import one_checkpoint
 from verl_slurm.cli.options import PLACE, RUN, command, key_option, option
@@ -121,7 +127,7 @@ def _roles(to: Layout, asked: Role | None, there: set[str], where: Path) -> tupl
     return wanted
 
 
-def _show(bar: render.Bar, progress: Progress) -> None:
+def _show(bar: render.Bar, progress: ExportProgress) -> None:
     words = {
         "verify": "verifying every byte",
         "model": "looking at the base model",

@@ -16,8 +16,8 @@ from verl_slurm.cli.show import render
 from verl_slurm.containers.runtimes import contained_argv
 from verl_slurm.verl.layout import step_of
 from verl_slurm.verl.reshard.checkpoint import (
+    DivisionSource,
     Made,
-    Source,
     open_source,
     plan_source,
     python_for,
@@ -89,7 +89,9 @@ def _named(place: Path, run: RunPaths | None) -> Path:
     return step.parent if (step.parent / MANIFEST).exists() else step
 
 
-def _make(source: Source, plan: ReshardPlan, staging: Path, python: RanksPython, counter: OnBytes) -> Made:
+def _make(
+    source: DivisionSource, plan: ReshardPlan, staging: Path, python: RanksPython, counter: OnBytes
+) -> Made:
     if source.manifest is None:
         return write_step(source, plan, staging, python, counter)
     inner = staging / ".writing"
@@ -103,7 +105,7 @@ def _make(source: Source, plan: ReshardPlan, staging: Path, python: RanksPython,
 
 
 def _say(
-    source: Source, plan: ReshardPlan, made: Made | None, *, as_json: bool, out: Path | None = None
+    source: DivisionSource, plan: ReshardPlan, made: Made | None, *, as_json: bool, out: Path | None = None
 ) -> None:
     path = None if made is None or out is None else out / made.path.name
     roles = [

@@ -18,7 +18,7 @@ from verl_slurm.checkpoint.inspect.difference import SUBJECTS, difference
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.frozen import frozen_digests
 from verl_slurm.checkpoint.store.run_config import keys_at_hand, keys_for
-from verl_slurm.checkpoint.store.scrub import Scrubbed, scrub_frozen, scrub_one
+from verl_slurm.checkpoint.store.scrub import ScrubResult, scrub_frozen, scrub_one
 from verl_slurm.cli.options import PLACE, RUN, Number, command, flag, key_option, option
 from verl_slurm.cli.show import render
 from verl_slurm.cli.show.run_tables import sparkline
@@ -113,7 +113,7 @@ def verify(
     return ExitCode.KEY if needs_key else ExitCode.CORRUPT
 
 
-_Read = dict[str, list[tuple[Path, Scrubbed]]]
+_Read = dict[str, list[tuple[Path, ScrubResult]]]
 
 
 def _read_back(
@@ -152,12 +152,12 @@ def _committed(run: RunPaths) -> dict[Path, int]:
     return {info.path: info.num_bytes for info in infos if info.kind == "committed"}
 
 
-def _facts(path: Path, one: Scrubbed) -> dict[str, object]:
+def _facts(path: Path, one: ScrubResult) -> dict[str, object]:
     facts = render.picked(one.verdict, "name ok problems num_bytes seconds")
     return facts | {"path": str(path), "set_aside": one.set_aside and str(one.set_aside)}
 
 
-def _tell(name: str, one: Scrubbed) -> None:
+def _tell(name: str, one: ScrubResult) -> None:
     if one.verdict.ok:
         size = one.verdict.num_bytes / 1e6
         render.line(f"{name}  verified, {size:.1f} MB in {one.verdict.seconds:.2f} s")

@@ -20,10 +20,10 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal.files import read_events
 from verl_slurm.journal.history import History
 from verl_slurm.journal.steps import every_row
-from verl_slurm.plan.advice import Option, Plan, Spread, make_plan
+from verl_slurm.plan.advice import Option, Plan, SimulatedSpread, make_plan
 from verl_slurm.plan.calibrate import happened, measure, strikes_again
 from verl_slurm.plan.facts import from_slurm, from_storage
-from verl_slurm.plan.inputs import LABELS, Inputs, Known, complete
+from verl_slurm.plan.inputs import LABELS, Inputs, KnownValue, complete
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.submit.checks.inputs import absolute
 from verl_slurm.submit.relative_paths import Places
@@ -103,7 +103,7 @@ def plan(
             stored, about_storage = from_storage(config, RunPaths(config.run_dir))
             told, notes = stored | told, about_storage + notes
         known = told | known
-    known |= {name: Known(float(value), "given") for name, value in given.items() if value is not None}
+    known |= {name: KnownValue(float(value), "given") for name, value in given.items() if value is not None}
     notes = unread + notes
     inputs = complete(known, config)
     make = partial(
@@ -143,9 +143,9 @@ def _looked_back(
     goodput = history.goodput(now)
     if goodput is None or not past.strikes or not past.steps:
         return None
-    done = Known(float(past.steps), "measured", "so far")
+    done = KnownValue(float(past.steps), "measured", "so far")
     # A limit that ended an attempt is among what happened.
-    no_limit = Known(math.inf, "measured", "its ends are among the interruptions")
+    no_limit = KnownValue(math.inf, "measured", "its ends are among the interruptions")
     seen = inputs | {"steps": done, "limit_s": no_limit}
     again = make(seen, again=lambda least_s: strikes_again(past, least_s))
     measured = {
@@ -220,13 +220,13 @@ def _cells(option: Option, first: str) -> tuple[str, ...]:
     )
 
 
-def _range(spread: Spread, form: Callable[[float], str], center: float | None = None) -> str:
+def _range(spread: SimulatedSpread, form: Callable[[float], str], center: float | None = None) -> str:
     low, high = form(spread.low), form(spread.high)
     middle = form(spread.median if center is None else center)
     return middle if low == middle == high else f"{middle} ({low} to {high})"
 
 
-def _signed(spread: Spread, form: Callable[[float], str]) -> str:
+def _signed(spread: SimulatedSpread, form: Callable[[float], str]) -> str:
     def one(value: float) -> str:
         return form(value) if value >= 0 or form(-value) == form(0.0) else f"-{form(-value)}"
 
@@ -234,7 +234,7 @@ def _signed(spread: Spread, form: Callable[[float], str]) -> str:
     return _range(spread, one, spread.mean)
 
 
-def _value(known: Known, unit: str) -> str:
+def _value(known: KnownValue, unit: str) -> str:
     if unit == "s":
         return f"{known.value * 1000:.0f} ms" if known.value < 0.1 else render.span(known.value)
     if unit == "bytes":

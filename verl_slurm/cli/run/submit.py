@@ -32,7 +32,7 @@ from verl_slurm.submit.plan import SubmissionPlan
 from verl_slurm.submit.sweep import SweptRun, swept_runs
 
 if TYPE_CHECKING:
-    from verl_slurm.submit.submission import Submitted
+    from verl_slurm.submit.submission import SubmissionResult
 
 _VERL = "verl_slurm.verl_words"
 
@@ -186,7 +186,7 @@ def submit(
     return ExitCode.OK
 
 
-def _say(plan: SubmissionPlan, done: "Submitted", *, as_json: bool) -> None:
+def _say(plan: SubmissionPlan, done: "SubmissionResult", *, as_json: bool) -> None:
     is_prepared = done.job_id is None
     sbatch = _sbatch_words(plan) if is_prepared else []
     if as_json:

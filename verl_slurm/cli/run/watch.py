@@ -29,7 +29,7 @@ def tell_until_end(paths: RunPaths, offset: int, *, as_json: bool, verbose: bool
     if as_json:
         # As they are in the journal, repetitions included: a story is for people.
         return follow_run(paths, offset, lambda event: render.json_value(to_json(event)))
-    bottom = render.Progress()
+    bottom = render.BottomLine()
     teller = story.Story(verbose=verbose)
     gauge = _Gauge(paths)
 
@@ -129,7 +129,7 @@ def _watch_fleet(places: Sequence[Path], *, as_json: bool) -> int:
     Raises:
         NotFound: there are no runs.
     """
-    bottom = render.Progress()
+    bottom = render.BottomLine()
     tellers: dict[Path, story.Story] = {}
     turns = 0
 

@@ -68,7 +68,7 @@ def demo(
         Path("runs").mkdir(exist_ok=True)
         # A new one each time: a second demo must not resume the runs of the first.
         directory = Path(tempfile.mkdtemp(prefix="demo-", dir="runs"))
-    below = render.Progress()
+    below = render.BottomLine()
     story = Story()
 
     def say_event(event: Event) -> None:

@@ -64,7 +64,7 @@ _BATCH = 64
 """Prompts of a step of verl's, about."""
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class ClusterPlace(msgspec.Struct, frozen=True, kw_only=True):
     """Where the run is to train, by what Slurm or the machine says."""
 
     partition: str | None = None
@@ -99,7 +99,7 @@ class Answers(msgspec.Struct, frozen=True, kw_only=True):
     val_files: str = ""
     """The last two are verl's."""
     program: tuple[str, ...] = ()
-    place: Place | None = None
+    place: ClusterPlace | None = None
 
 
 def name_of(stem: str) -> str:
@@ -129,7 +129,7 @@ _GUARD = f"""\
 
 
 def first_config(answers: Answers, name: str) -> str:
-    place = answers.place or Place()
+    place = answers.place or ClusterPlace()
     ranks = place.nodes * place.ranks_per_node
     left = 0 if answers.max_tokens is None else answers.max_tokens - answers.max_prompt_tokens
     return _template().render(
@@ -238,7 +238,7 @@ def usual_ranks(given: Sequence[Offer], partition: str | None) -> int:
     return len(real_gpus()) or _RANKS_ON_CPUS
 
 
-def parse_place(text: str, given: Sequence[Offer]) -> Place:
+def parse_place(text: str, given: Sequence[Offer]) -> ClusterPlace:
     """Returns the place that `2x8 gpu` describes: nodes, ranks on each, and a partition. Without `given`, this machine.
 
     Raises:
@@ -251,7 +251,7 @@ def parse_place(text: str, given: Sequence[Offer]) -> Place:
         expected = f"e.g. 1x8 or 2x8 gpu, at most {MOST_NODES}x{MOST_RANKS}"
         raise ConfigError("not a place", found=text, expected=expected, remedy="write it so")
     if not given:
-        return Place(
+        return ClusterPlace(
             partition=name,
             nodes=nodes,
             ranks_per_node=ranks,
@@ -266,7 +266,7 @@ def parse_place(text: str, given: Sequence[Offer]) -> Place:
         raise ConfigError("a node has fewer GPUs", found=ranks, expected=f"at most {offer.gpus}")
     cpus, max_s = _cpus_of(offer), offer.facts.max_time_s
     limit_min = _USUAL_LIMIT_MIN if max_s is None else max(min(_USUAL_LIMIT_MIN, max_s // 60), 1)
-    return Place(
+    return ClusterPlace(
         partition=offer.name,
         nodes=nodes,
         ranks_per_node=ranks,
@@ -279,7 +279,7 @@ def parse_place(text: str, given: Sequence[Offer]) -> Place:
     )
 
 
-def partition_notes(chosen: Place, given: Sequence[Offer], config: RunConfig) -> tuple[str, ...]:
+def partition_notes(chosen: ClusterPlace, given: Sequence[Offer], config: RunConfig) -> tuple[str, ...]:
     """Describes the partition, and what a preemption and the time limit there leave for a save."""
     offer = next((one for one in given if one.name == chosen.partition), None)
     if offer is None:

@@ -223,7 +223,7 @@ def _paints() -> bool:
     return sys.stdout.isatty() and "NO_COLOR" not in os.environ
 
 
-class Progress:
+class BottomLine:
     """A line at the bottom: rewritten in place on a terminal, one line for each step elsewhere."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -274,7 +274,7 @@ class Bar:
 
     def __init__(self, *, enabled: bool = True, tells: bool = False) -> None:
         # On standard error: standard output may be a pipe while somebody watches.
-        self._bottom = Progress(sys.stderr)
+        self._bottom = BottomLine(sys.stderr)
         self._draws = enabled and self._bottom.is_live
         self._tells = enabled and tells and not self._draws
         self._kind = ""

@@ -120,7 +120,7 @@ _SENTENCES: dict[type[ev.Event], str] = {
     ev.Submitted: "job {0.job_id} submitted ({0.cluster})",
     ev.Successor: "job {0.job_id} is queued to follow job {0.after}",
     ev.Started: "job {0.job_id} runs on {0.nodes}, attempt {0.attempt}",
-    ev.Fenced: "another attempt has taken over, this one leaves with {0.exit_code}|reason",
+    ev.AttemptFenced: "another attempt has taken over, this one leaves with {0.exit_code}|reason",
     ev.Held: "HELD after {0.stuck} starts|reason",
     ev.Avoid: "nodes|detail",
     ev.StartOverruled: "Slurm overruled the start at {0.wanted} by {0.eligible}: the next requeue asks for a later one",

@@ -13,7 +13,7 @@ import msgspec
 from verl_slurm.base.bounded import TooMuch
 from verl_slurm.base.errors import DataError
 from verl_slurm.base.one_line import json_line
-from verl_slurm.dataset.prompts.look import Wanted, WantedRows, look_at, look_at_rows
+from verl_slurm.dataset.prompts.look import PromptsRequest, WantedRows, look_at, look_at_rows
 
 MAX_BYTES = 352 << 20
 """Limit of the process's own memory; pyarrow, a tokenizer and a row together need less than half of it."""
@@ -25,10 +25,12 @@ def main() -> int:
     # Not RLIMIT_AS: a thread reserves addresses that it never touches.
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_BYTES, MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    wanted = msgspec.json.decode(sys.stdin.buffer.read(), type=Wanted | WantedRows)
+    wanted = msgspec.json.decode(sys.stdin.buffer.read(), type=PromptsRequest | WantedRows)
     try:
         answer: dict[str, object] = (
-            {"look": look_at(wanted)} if isinstance(wanted, Wanted) else {"rows": look_at_rows(wanted)}
+            {"look": look_at(wanted)}
+            if isinstance(wanted, PromptsRequest)
+            else {"rows": look_at_rows(wanted)}
         )
     except (OSError, TooMuch) as problem:
         answer = {"error": {"what": "a data file cannot be read", "found": str(problem)}}

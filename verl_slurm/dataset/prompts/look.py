@@ -43,7 +43,7 @@ _TEXTS_AT_ONCE = 1000
 MOST_TEXTS = 1000
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class PromptsRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A request for a look."""
 
     data: DataConfig
@@ -61,7 +61,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     seconds: float = 2.0
 
 
-class Look(msgspec.Struct, frozen=True, kw_only=True):
+class PromptsLook(msgspec.Struct, frozen=True, kw_only=True):
     """Result of a look."""
 
     files: int
@@ -118,7 +118,7 @@ class _Tokenizer(Protocol):
     def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> list[Any]: ...
 
 
-def look_at(wanted: Wanted) -> Look:
+def look_at(wanted: PromptsRequest) -> PromptsLook:
     """Examines the data, as the module describes.
 
     Raises:
@@ -182,7 +182,7 @@ def look_at(wanted: Wanted) -> Look:
     if not rows:
         raise no_rows(root, len(files), wanted.key)
     measured = whole and lengths.there and not conversations
-    return Look(
+    return PromptsLook(
         files=len(files),
         rows=rows,
         whole=whole,

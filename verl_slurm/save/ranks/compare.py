@@ -32,7 +32,7 @@ _GROUP_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class TensorComparison:
     """What was compared and where it differs.
 
     Attributes:
@@ -52,7 +52,9 @@ class Comparison:
         return not self.differing
 
 
-def compare(a: Path, b: Path, keys_a: Keyring | None = None, keys_b: Keyring | None = None) -> Comparison:
+def compare(
+    a: Path, b: Path, keys_a: Keyring | None = None, keys_b: Keyring | None = None
+) -> TensorComparison:
     """Compare two checkpoint directories.
 
     Args:
@@ -94,7 +96,7 @@ def compare(a: Path, b: Path, keys_a: Keyring | None = None, keys_b: Keyring | N
         }
         differing += [f"{domain}/{name}" for name in alike if name in unlike]
     differing += _compare_small(a, b, CheckpointReader(a, keys_a), CheckpointReader(b, keys_b))
-    return Comparison(
+    return TensorComparison(
         a=str(a), b=str(b), num_tensors=num_tensors, num_bytes=num_bytes, differing=tuple(differing)
     )
 

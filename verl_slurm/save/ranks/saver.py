@@ -47,7 +47,7 @@ from verl_slurm.save.ranks.pending_save import (
     manifest_of,
     why_not_shared,
 )
-from verl_slurm.save.ranks.second_copy import SecondCopy
+from verl_slurm.save.ranks.second_copy import NodeCopies
 from verl_slurm.save.ranks.staging import Staging
 from verl_slurm.save.ranks.tensors import Tensors
 from verl_slurm.save.writer.metadata_files import begin_sealing, cipher_for, seal_small
@@ -90,7 +90,7 @@ class CheckpointSaver:
         self._paths, self._provenance, self._epoch_check = paths, provenance, epoch_check
         self._local = local
         # Before `another` and `Staging` below, in the same order on every rank: making a process group is collective.
-        self._second = None if local is None else SecondCopy(ranks, local)
+        self._second = None if local is None else NodeCopies(ranks, local)
         self._last_seconds = usual_seconds
         # The main thread talks over `ranks` meanwhile: two conversations on one group would mix.
         self._ranks = ranks.another()

@@ -41,7 +41,7 @@ class _Whole(msgspec.Struct, frozen=True, array_like=True):
     manifest: bytes
 
 
-class SecondCopy:
+class NodeCopies:
     """Saves to the nodes' disks. Collective; made on the main thread of every rank."""
 
     def __init__(self, ranks: Collective, place: LocalPlace) -> None:

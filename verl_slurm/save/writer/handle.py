@@ -9,7 +9,7 @@ import msgspec
 from verl_slurm.base.errors import UNREADABLE
 from verl_slurm.config.schema import EncryptionConfig
 from verl_slurm.save.writer.arena import Arena
-from verl_slurm.save.writer.protocol import FromSaver, Ready, Write, Written
+from verl_slurm.save.writer.protocol import FromSaver, SaverReady, Write, Written
 
 
 class SaverDied(OSError):
@@ -61,7 +61,7 @@ class SaverProcess:
         Raises:
             SaverDied: it did not start.
         """
-        if not isinstance(self._receive(), Ready):
+        if not isinstance(self._receive(), SaverReady):
             # No request has been sent, so this is not our program's protocol. Nothing that follows could be believed.
             raise self._died("an answer before its first word")
 

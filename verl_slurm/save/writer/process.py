@@ -19,7 +19,7 @@ from verl_slurm.base.processes import die_with_parent
 from verl_slurm.checkpoint.hashing import process_hasher
 from verl_slurm.config.schema import EncryptionConfig
 from verl_slurm.save.writer.arena import Arena
-from verl_slurm.save.writer.protocol import FromSaver, Ready, Write, Written
+from verl_slurm.save.writer.protocol import FromSaver, SaverReady, Write, Written
 from verl_slurm.save.writer.sealing import PATIENCE_S, SealedStream, Sealer
 from verl_slurm.save.writer.writing import write_and_hash
 
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     if sealer is None:
         process_hasher()  # now, and not in the first save: a network file system may take its time to give stringzilla
     # The rank sends nothing before this word, so a saver that could not start is noticed before the first save.
-    _say(Ready())
+    _say(SaverReady())
     decoder = msgspec.json.Decoder(Write)
     for line in sys.stdin.buffer:
         # A request that does not decode ends the process with a traceback; the rank reads the end of its output.

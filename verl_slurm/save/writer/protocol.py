@@ -63,7 +63,7 @@ class Write(_Message, frozen=True, kw_only=True):
     """No directory is to wait for another, whatever that costs."""
 
 
-class Ready(_Message, frozen=True, kw_only=True):
+class SaverReady(_Message, frozen=True, kw_only=True):
     """The first word of a saver."""
 
 
@@ -82,4 +82,4 @@ class Written(_Message, frozen=True, kw_only=True):
     """Whether all of it went past the page cache."""
 
 
-FromSaver = Ready | Written
+FromSaver = SaverReady | Written

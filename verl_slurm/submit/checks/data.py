@@ -26,7 +26,7 @@ from verl_slurm.dataset.prompts.choice import (
     unfinished_downloads,
 )
 from verl_slurm.dataset.prompts.directory import data_files, names_below
-from verl_slurm.dataset.prompts.look import Look, Rows, Wanted, WantedRows
+from verl_slurm.dataset.prompts.look import PromptsLook, PromptsRequest, Rows, WantedRows
 from verl_slurm.submit.checks.model_files import refuse_pointers
 
 _TIMEOUT_S = 120.0
@@ -40,7 +40,7 @@ _MOST_NAMED = 4
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    look: Look | None = None
+    look: PromptsLook | None = None
     rows: Rows | None = None
     error: dict[str, str | None] | None = None
 
@@ -209,7 +209,7 @@ def recognize(config: RunConfig, answer_key: str | None = None) -> tuple[RunConf
     return with_data(prompt_key=prompt, answer_key=answer, max_prompt_tokens=room), keys
 
 
-def _wanted(config: RunConfig, key: str) -> Wanted:
+def _wanted(config: RunConfig, key: str) -> PromptsRequest:
     data = config.data
     # A built-in model may not be built yet.
     model = None if config.model.path.startswith(BUILTIN) else Path(config.model.path)
@@ -221,7 +221,7 @@ def _wanted(config: RunConfig, key: str) -> Wanted:
         template = read_template(Path(data.chat_template))
         there = bool(template)
     tokenizer = model / "tokenizer.json" if model is not None else None
-    return Wanted(
+    return PromptsRequest(
         data=data,
         root=data.root if key == "data.root" else data.eval_root or "",
         key=key,
@@ -240,7 +240,7 @@ def _vocabulary(model: Path | None) -> int | None:
         return None
 
 
-def _look(wanted: Wanted) -> Look:
+def _look(wanted: PromptsRequest) -> PromptsLook:
     answer, words = _ask(wanted, wanted.root)
     if answer.look is not None:
         return answer.look
@@ -264,7 +264,7 @@ def look_at_files(wanted: WantedRows, where: str) -> Rows | str:
     return words if answer.rows is None else answer.rows
 
 
-def _ask(wanted: Wanted | WantedRows, where: str) -> tuple[_Answer, str]:
+def _ask(wanted: PromptsRequest | WantedRows, where: str) -> tuple[_Answer, str]:
     """Returns the answer of the process that looks; it is empty if it died, which the text explains: `_TOO_LARGE` where
     it is known that memory was the reason.
 

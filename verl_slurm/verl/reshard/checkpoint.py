@@ -51,7 +51,7 @@ _METADATA = "metadata.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class DivisionSource:
     """What is divided anew.
 
     Attributes:
@@ -75,7 +75,7 @@ class Made:
     num_files: int
 
 
-def open_source(directory: Path, on_bytes: OnBytes = lambda _: None) -> Source:
+def open_source(directory: Path, on_bytes: OnBytes = lambda _: None) -> DivisionSource:
     """Verifies every byte of a checkpoint of a run, or of a step of plain verl.
 
     Raises:
@@ -92,13 +92,13 @@ def open_source(directory: Path, on_bytes: OnBytes = lambda _: None) -> Source:
                 found=judged.one_line(),
                 remedy="reshard one that is: `verl-slurm adopt DIR --dry-run` judges all of them",
             )
-        return Source(directory=directory, step=directory, manifest=None)
+        return DivisionSource(directory=directory, step=directory, manifest=None)
     remedy = "reshard one that does (`verl-slurm verify RUN`)"
     manifest = verify(directory).require("the checkpoint does not verify", directory, remedy)
     return source_of(directory, manifest)
 
 
-def source_of(directory: Path, manifest: Manifest) -> Source:
+def source_of(directory: Path, manifest: Manifest) -> DivisionSource:
     """Returns the source that a verified checkpoint is.
 
     Raises:
@@ -106,7 +106,7 @@ def source_of(directory: Path, manifest: Manifest) -> Source:
     """
     if manifest.guest == "verl":
         step = directory / guest_directory("verl", manifest.step)
-        return Source(directory=directory, step=step, manifest=manifest)
+        return DivisionSource(directory=directory, step=step, manifest=manifest)
     if manifest.guest == "loop":
         raise ConfigError(
             "only checkpoints of verl can be divided anew",
@@ -123,7 +123,7 @@ def source_of(directory: Path, manifest: Manifest) -> Source:
     )
 
 
-def python_for(source: Source, contained: Callable[..., list[str]]) -> RanksPython:
+def python_for(source: DivisionSource, contained: Callable[..., list[str]]) -> RanksPython:
     """Returns the Python of the ranks of the checkpoint's run; of any other checkpoint that of this process.
 
     Args:
@@ -139,7 +139,7 @@ def python_for(source: Source, contained: Callable[..., list[str]]) -> RanksPyth
 
 
 def plan_source(
-    source: Source, ranks: int, python: RanksPython, on_bytes: OnBytes = lambda _: None
+    source: DivisionSource, ranks: int, python: RanksPython, on_bytes: OnBytes = lambda _: None
 ) -> ReshardPlan:
     """Plans the same state on `ranks` ranks. `on_bytes`: as in `dividing.plan_step`.
 
@@ -151,7 +151,7 @@ def plan_source(
     return plan_step(source.step, ranks, python, on_bytes)
 
 
-def require_fsdp(source: Source, ranks: int) -> None:
+def require_fsdp(source: DivisionSource, ranks: int) -> None:
     """Requires by the names of the files that it is a step of FSDP for another number of ranks.
 
     Raises:
@@ -186,7 +186,7 @@ def require_fsdp(source: Source, ranks: int) -> None:
         )
 
 
-def require_room(source: Source, plan: ReshardPlan, where: Path) -> None:
+def require_room(source: DivisionSource, plan: ReshardPlan, where: Path) -> None:
     """Requires that the result fits.
 
     Raises:
@@ -206,7 +206,7 @@ def require_room(source: Source, plan: ReshardPlan, where: Path) -> None:
 
 
 def write_checkpoint(
-    source: Source,
+    source: DivisionSource,
     plan: ReshardPlan,
     staging: StagingDirectory,
     python: RanksPython,
@@ -260,7 +260,7 @@ def _with_record(data: bytes, manifest: Manifest, plan: ReshardPlan, tensors: st
 
 
 def write_step(
-    source: Source,
+    source: DivisionSource,
     plan: ReshardPlan,
     directory: Path,
     python: RanksPython,

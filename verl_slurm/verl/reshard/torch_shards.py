@@ -91,7 +91,7 @@ class Unclear(ValueError):
     """A step of a form that cannot be divided. Args: what was found, and what could be divided."""
 
 
-class Slot(NamedTuple):
+class ValueSlot(NamedTuple):
     """Where a value is kept in what a file holds: `holder[key]`."""
 
     path: str
@@ -104,7 +104,7 @@ class Slot(NamedTuple):
 
 
 @dataclass
-class Spread:
+class DividedTensor:
     """One tensor of all ranks that saved, and what becomes of it.
 
     Attributes:
@@ -116,7 +116,7 @@ class Spread:
         new_dim, new_dtensor: the same for the new ranks: along what it is divided, and whether as a DTensor.
     """
 
-    slot: Slot
+    slot: ValueSlot
     parts: list[torch.Tensor]
     shape: tuple[int, ...]
     dim: int | None
@@ -173,7 +173,7 @@ class Shards:
     kind: Literal["model", "optim"]
     value: Any
     rest: bytes
-    tensors: list[Spread]
+    tensors: list[DividedTensor]
 
     def new_bytes(self, after: int, rank: int) -> int:
         """Returns the bytes of tensors in the new file of a rank."""
@@ -191,7 +191,7 @@ class Role:
 
 
 @dataclass
-class Step:
+class DividedStep:
     """A step that is to be divided among `after` ranks.
 
     Attributes:
@@ -245,7 +245,7 @@ def _load(root: int, name: str, allowed: Sequence[Any] = ()) -> Any:
             raise Unclear(f"{name} is not read: {why[:300]}") from None
 
 
-def _look_into(value: Any, spared: Collection[str] = ()) -> tuple[list[Slot], bytes]:
+def _look_into(value: Any, spared: Collection[str] = ()) -> tuple[list[ValueSlot], bytes]:
     """Returns where a value has tensors, and a digest of everything else in it.
 
     Args:
@@ -254,10 +254,10 @@ def _look_into(value: Any, spared: Collection[str] = ()) -> tuple[list[Slot], by
     Raises:
         Unclear: it holds something else than torch.save writes for a state.
     """
-    slots: list[Slot] = []
+    slots: list[ValueSlot] = []
     known: dict[int, bytes] = {}
 
-    def walk(value: Any, slot: Slot) -> bytes:
+    def walk(value: Any, slot: ValueSlot) -> bytes:
         if isinstance(value, torch.Tensor) or (type(slot.key) is str and slot.key in spared):
             if not isinstance(slot.holder, dict | list):
                 raise Unclear(f"{slot.path} is a tensor in a tuple")
@@ -278,17 +278,17 @@ def _look_into(value: Any, spared: Collection[str] = ()) -> tuple[list[Slot], by
                 if type(key) not in _PLAIN:
                     raise Unclear(f"{path} has a {type(key).__name__} for a key")
                 yield repr(key).encode(errors="surrogatepass")
-                yield walk(one, Slot(f"{path}.{key}".lstrip("."), value, key))
+                yield walk(one, ValueSlot(f"{path}.{key}".lstrip("."), value, key))
             if type(value) is OrderedDict:
-                yield walk(vars(value), Slot(path, None, None))
+                yield walk(vars(value), ValueSlot(path, None, None))
         elif type(value) in (list, tuple, torch.Size):
             for at, one in enumerate(value):
-                yield walk(one, Slot(f"{path}.{at}", value, at))
+                yield walk(one, ValueSlot(f"{path}.{at}", value, at))
         else:
             raise Unclear(f"{path} is a {type(value).__module__}.{type(value).__name__}")
 
     try:
-        return slots, walk(value, Slot("", None, None))
+        return slots, walk(value, ValueSlot("", None, None))
     except RecursionError:
         raise Unclear("nested too deeply") from None
 
@@ -318,7 +318,7 @@ def _read_shards(root: int, role: str, kind: Literal["model", "optim"], ranks: i
     return shards
 
 
-def _spread(slot: Slot, rank: int, ranks: int) -> Spread:
+def _spread(slot: ValueSlot, rank: int, ranks: int) -> DividedTensor:
     """Returns a tensor with the part of one rank."""
     tensor, path = slot.value, slot.path
     dim, mesh, local = None, None, tensor
@@ -330,7 +330,7 @@ def _spread(slot: Slot, rank: int, ranks: int) -> Spread:
         raise Unclear(f"{path} is a tensor of {local.layout} on {local.device}, {local.dtype}")
     if not local.is_contiguous():
         raise Unclear(f"{path} is not contiguous")
-    return Spread(slot, [local], tuple(tensor.shape), dim, mesh)
+    return DividedTensor(slot, [local], tuple(tensor.shape), dim, mesh)
 
 
 def _dim(tensor: DTensor, path: str, rank: int, ranks: int) -> int | None:
@@ -365,7 +365,7 @@ class _Shape(msgspec.Struct):
     world_size: int
 
 
-def read_step(root: int, path: Path, after: int) -> Step:
+def read_step(root: int, path: Path, after: int) -> DividedStep:
     """Reads what the shards of a step hold, and plans what becomes of them. Needs `torch.no_grad`.
 
     Args:
@@ -380,7 +380,7 @@ def read_step(root: int, path: Path, after: int) -> Step:
     before = layout.world_size or 0
     roles = [_read_role(root, name, before, after) for name in layout.roles]
     data = _plan_data(root, before, layout.num_data, after) if layout.entry == "sft" else None
-    return Step(root, path, names, before, after, roles, data)
+    return DividedStep(root, path, names, before, after, roles, data)
 
 
 def _read_role(root: int, name: str, before: int, after: int) -> Role:
@@ -415,7 +415,7 @@ def _generators(extra: Any) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _flat_index(tensor: Spread) -> int | None:
+def _flat_index(tensor: DividedTensor) -> int | None:
     """Returns the number of the flat parameter that a tensor of FSDP1's optimizer belongs to."""
     match = _INDEX.match(tensor.slot.path)
     return int(match[1]) if match is not None and tensor.parts[0].ndim == 1 else None
@@ -480,7 +480,7 @@ def _candidates(model: Shards, ranks: int) -> Iterator[list[int]]:
             yield [length for length in lengths.values() if length]
 
 
-def _read_data(root: int, name: str) -> tuple[Any, list[Slot], bytes]:
+def _read_data(root: int, name: str) -> tuple[Any, list[ValueSlot], bytes]:
     """Returns the state of a data loader, where it has numbers of samples given out, and a digest of the rest."""
     value = _load(root, name)
     slots, rest = _look_into(value, (_SAMPLES, *_SEEDS))
@@ -520,7 +520,7 @@ def _plan_data(root: int, before: int, count: int, after: int) -> tuple[int, int
     return wanted, total // wanted
 
 
-def plan_of(step: Step) -> ReshardPlan:
+def plan_of(step: DividedStep) -> ReshardPlan:
     """Returns what is to be done."""
     roles = []
     for role in step.roles:
@@ -564,7 +564,7 @@ def _mesh(former: DeviceMesh | None, device: str, ranks: int, rank: int) -> Devi
     return made
 
 
-def _as_dtensor(tensor: Spread, part: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+def _as_dtensor(tensor: DividedTensor, part: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     whole = torch.empty(tensor.shape, device="meta")
     placement: Placement = Replicate() if tensor.new_dim is None else Shard(tensor.new_dim)
     meta = TensorMeta(whole.shape, whole.stride(), part.dtype)
@@ -591,7 +591,7 @@ def _write_shards(shards: Shards, role: Role, after: int, folder: Path) -> Itera
         yield shards.new_bytes(after, rank)
 
 
-def _write_extra(step: Step, role: str, folder: Path) -> None:
+def _write_extra(step: DividedStep, role: str, folder: Path) -> None:
     for rank in range(step.after):
         path = folder / shard_name("", "extra_state", step.after, rank)
         if rank < step.before:
@@ -624,7 +624,7 @@ def _renew(generators: dict[str, Any], rank: int) -> None:
             ).clone()
 
 
-def _write_data(step: Step, count: int, samples: int | None, target: Path) -> None:
+def _write_data(step: DividedStep, count: int, samples: int | None, target: Path) -> None:
     for rank in range(count):
         own = f"data_{rank}.pt"
         value, slots, _ = _read_data(step.root, own if own in step.names else "data_0.pt")
@@ -636,7 +636,7 @@ def _write_data(step: Step, count: int, samples: int | None, target: Path) -> No
 # ---- whether they hold the same
 
 
-def _digest(tensor: Spread, where: Path, on_bytes: Callable[[int], None]) -> bytes:
+def _digest(tensor: DividedTensor, where: Path, on_bytes: Callable[[int], None]) -> bytes:
     """Returns the digest of a tensor put together: path, type, shape and bits.
 
     Raises:
@@ -678,12 +678,12 @@ def _in_order(parts: Sequence[torch.Tensor], dim: int) -> Iterator[torch.Tensor]
         yield torch.cat(rows, dim - 1)
 
 
-def _digests(tensors: Sequence[Spread], where: Path, on_bytes: Callable[[int], None]) -> list[bytes]:
+def _digests(tensors: Sequence[DividedTensor], where: Path, on_bytes: Callable[[int], None]) -> list[bytes]:
     with ThreadPoolExecutor(num_threads(), thread_name_prefix="compare") as pool:
         return list(pool.map(lambda one: _digest(one, where, on_bytes), tensors))
 
 
-def divide(step: Step, target: Path, on_bytes: Callable[[int], None]) -> str:
+def divide(step: DividedStep, target: Path, on_bytes: Callable[[int], None]) -> str:
     """Makes `target`, a new directory, and returns the digest of all tensors put together.
 
     Args:
@@ -732,7 +732,7 @@ def divide(step: Step, target: Path, on_bytes: Callable[[int], None]) -> str:
     return whole.hexdigest()
 
 
-def _is_kept(path: str, step: Step) -> bool:
+def _is_kept(path: str, step: DividedStep) -> bool:
     """Returns whether a file is copied as it is."""
     # A step of SFT has data_N.pt; a file of that name in PPO's belongs to somebody else.
     is_data = step.data is not None and path.startswith("data_") and path.endswith(".pt")
