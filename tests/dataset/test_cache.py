@@ -11,10 +11,9 @@ from verl_slurm.base import mounts
 from verl_slurm.base.errors import DatasetDrift
 from verl_slurm.base.mounts import file_system, keeps_ctime, parse_mounts
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.base.tree import Entry
 from verl_slurm.dataset.fingerprint import cache as hash_cache, record as prints
 from verl_slurm.dataset.fingerprint.cache import decode, default_path, encode, settled
-from verl_slurm.dataset.fingerprint.hashing import Hashed
+from verl_slurm.dataset.fingerprint.hashing import Hashed, Seen
 from verl_slurm.dataset.fingerprint.record import (
     Survey,
     check_dataset,
@@ -150,9 +149,9 @@ def test_a_file_that_was_too_young_to_keep_is_gone_when_it_goes(root: Path, look
 
 
 def kept(root: Path, mtime_s: int, ctime_s: int, began_ns: int) -> bool:
-    numbers = [0, 2, 3, 1, 0, 0, 3, 0, mtime_s, ctime_s, 0.0, 0.0, 0.0, 0, mtime_s * SECOND, ctime_s * SECOND]
-    files = {"a.jsonl": Entry("a.jsonl", os.stat_result(numbers))}
-    hashed = {"a.jsonl": Hashed((2, 3, mtime_s * SECOND, ctime_s * SECOND), "0" * 64, 0)}
+    stamp = (2, 3, mtime_s * SECOND, ctime_s * SECOND)
+    files = {"a.jsonl": Seen(stamp, root.stat().st_dev, False)}
+    hashed = {"a.jsonl": Hashed(stamp, "0" * 64, 0)}
     return bool(settled(root, files, hashed, {"a.jsonl"}, began_ns))
 
 

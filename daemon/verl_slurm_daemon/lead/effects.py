@@ -290,7 +290,8 @@ class Effects:
         # srun may have died alone: no rank may survive into the next restart
         step.shut_down()
         await step.last_words()
-        # Last: `Finished` and `RankSaved` of these messages come before it, or a run that is done would count as a crash.
+        # Last: `Finished` and `RankSaved` of these messages come before it, or a run that is done would count as a
+        # crash.
         self._post(inputs.GenerationEnded(code))
 
     async def _is_slurms_fault(self, began: float) -> bool:

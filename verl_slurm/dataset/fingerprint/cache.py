@@ -30,7 +30,7 @@ than `acregmax` ago (60 s), because `stat` answers from the node's own cache.
 import hashlib
 import os
 import stat
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import msgspec
@@ -39,8 +39,7 @@ from verl_slurm.base.bounded import Limit, check_json, decode_json, open_regular
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.mounts import keeps_ctime
-from verl_slurm.base.tree import Entry
-from verl_slurm.dataset.fingerprint.hashing import Hashed
+from verl_slurm.dataset.fingerprint.hashing import Hashed, Seen
 
 _LIMIT = Limit(num_bytes=256 << 20, num_values=8_000_000)
 """About 150 bytes and eight values per file: enough for a million files."""
@@ -116,15 +115,15 @@ def decode(data: bytes) -> dict[str, Hashed]:
     return decode_json(body, dict[str, Hashed], _LIMIT, doubles=False)
 
 
-def devices_with_ctime(root: Path, entries: Iterable[Entry]) -> frozenset[int]:
-    """Returns the numbers of the devices of these entries whose ctime proves something."""
-    examples = {entry.info.st_dev: entry.path for entry in entries}
+def devices_with_ctime(root: Path, files: Mapping[str, Seen]) -> frozenset[int]:
+    """Returns the numbers of the devices of these files whose ctime proves something."""
+    examples = {file.device: path for path, file in files.items()}
     return frozenset(device for device, path in examples.items() if keeps_ctime(root / path))
 
 
 def settled(
     root: Path,
-    files: Mapping[str, Entry],
+    files: Mapping[str, Seen],
     hashed: Mapping[str, Hashed],
     read_now: Collection[str],
     began_ns: int,
@@ -137,15 +136,15 @@ def settled(
         read_now: the paths that did not come from a cache.
         began_ns: the wall clock before the first file was read, in ns since 1970.
     """
-    devices, before_ns = devices_with_ctime(root, files.values()), began_ns - _YOUNG_NS
+    devices, before_ns = devices_with_ctime(root, files), began_ns - _YOUNG_NS
     return {
         path: hashed[path]
-        for path, entry in files.items()
+        for path, file in files.items()
         # From the cache: it was settled then, and its stamp is the same now.
         if path not in read_now
         # A write after the hashing began would have got another stamp. mtime counts, too: both are stamps, and one from
         # the future cannot be relied upon.
-        or (max(entry.info.st_mtime_ns, entry.info.st_ctime_ns) < before_ns and entry.info.st_dev in devices)
+        or (max(file.stamp[2:]) < before_ns and file.device in devices)
     }
 
 

@@ -25,6 +25,14 @@ Stamp = tuple[int, int, int, int]
 """What the kernel says of a file's content: inode, size in bytes, mtime and ctime in ns since 1970."""
 
 
+class Seen(msgspec.Struct, frozen=True, gc=False):
+    """One file as a walk has seen it, in a third of the memory that the kernel's answer takes in Python."""
+
+    stamp: Stamp
+    device: int
+    is_link: bool
+
+
 class Hashed(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One file as it was read."""
 

@@ -12,7 +12,7 @@ mtime and ctime is assumed to hash as before; `cache` lists what that cannot see
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,11 +32,12 @@ from verl_slurm.dataset.fingerprint.entries import (
     render,
     sealed,
 )
-from verl_slurm.dataset.fingerprint.hashing import Hashed, hash_files, stamp_of
+from verl_slurm.dataset.fingerprint.hashing import Hashed, Seen, hash_files, stamp_of
 
 DataPlace = Path | str | tuple[str, ...]
 """Where a data set is: a directory; or, as verl names them, files and directories, each by its absolute path."""
 
+_NO_STAMP = (0, 0, 0, 0)
 # A tree that changes this often while it is read is being written to.
 _ATTEMPTS = 3
 
@@ -50,7 +51,7 @@ class Survey:
     """Full looks: files whose content differs from the cache's, although their stamp is the same."""
     notices: tuple[str, ...]
     root: Path
-    files: dict[str, Entry]
+    files: dict[str, Seen]
     hashed: dict[str, Hashed]
     """Of each file, and maybe of more."""
     read_now: set[str]
@@ -103,14 +104,14 @@ def survey(
     for _ in range(_ATTEMPTS + 1):
         # Without hashes to compare with, the first walk needs the names alone.
         files, folders = _listed(place, numbers=bool(known))
-        devices = hash_cache.devices_with_ctime(root, files.values()) if old and not full else frozenset()
+        devices = hash_cache.devices_with_ctime(root, files) if old and not full else frozenset()
         # By stamp: a file that was written meanwhile has another one, and is read again.
         unknown = [
             path
-            for path, entry in files.items()
+            for path, file in files.items()
             if (one := known.get(path)) is None
-            or one.stamp != stamp_of(entry.info)
-            or not (path in read_now or entry.info.st_dev in devices)
+            or one.stamp != file.stamp
+            or not (path in read_now or file.device in devices)
         ]
         if not unknown:
             break
@@ -267,73 +268,67 @@ def place_of(place: DataPlace) -> str:
     return ", ".join(place) if isinstance(place, tuple) else str(place)
 
 
-def _listed(place: DataPlace, *, numbers: bool) -> tuple[dict[str, Entry], list[str]]:
+def _listed(place: DataPlace, *, numbers: bool) -> tuple[dict[str, Seen], list[str]]:
     """Returns the files by path, and the paths of directories. Raises as `survey`."""
-    files: dict[str, Entry] = {}
+    files: dict[str, Seen] = {}
     folders: list[str] = []
+
+    def take(entry: Entry) -> bool:
+        path, info = entry.path, entry.info
+        if not path.isascii():
+            try:
+                path.encode()
+            except UnicodeEncodeError:
+                raise _data_error(
+                    "a data file's name is no UTF-8", ascii(path), None, "a UTF-8 name"
+                ) from None
+        if stat.S_ISREG(info.st_mode):
+            files[path] = Seen(stamp_of(info) if numbers else _NO_STAMP, info.st_dev, entry.followed)
+            return False
+        if stat.S_ISDIR(info.st_mode) and not entry.is_too_deep:
+            folders.append(path)
+            return True
+        # Broken links, pipes, devices, and what lies too deep: training may fail on it, and nothing here can hash it.
+        found = "a broken link" if entry.kind == "link" else f"a {entry.kind}, mode {info.st_mode:o}"
+        expected = f"files and links to files, in at most {DEEPEST} folders"
+        raise _data_error("the data set cannot be read", place_of(place), f"{path}: {found}", expected)
+
+    if isinstance(place, tuple):
+        _take_named(place, take)
+        # Of directories that verl names, the files alone are data: pandas reads them as one table.
+        return files, []
     try:
-        entries = [*_named(place)] if isinstance(place, tuple) else _below(Path(place), numbers=numbers)
+        # The way to it may have links, and it may be one.
+        with open_directory(place, follow=True) as fd:
+            list_tree(fd, follow=True, numbers=numbers, keep=take)
     except OSError as error:
-        # Of one that is away by its name alone nobody knows whether it will be back: the caller may wait.
-        if isinstance(place, tuple):
-            raise
         where = Path(place) / os.fsdecode(error.filename or "")
         raise _data_error(
             "the data set cannot be read", where, error.strerror, "a directory of files"
         ) from error
-    for entry in entries:
-        if not entry.path.isascii():
-            try:
-                entry.path.encode()
-            except UnicodeEncodeError:
-                raise _data_error(
-                    "a data file's name is no UTF-8", ascii(entry.path), None, "a UTF-8 name"
-                ) from None
-        if stat.S_ISREG(entry.info.st_mode):
-            files[entry.path] = entry
-        elif stat.S_ISDIR(entry.info.st_mode) and not entry.is_too_deep:
-            folders.append(entry.path)
-        # Broken links, pipes, devices, and what lies too deep: training may fail on it, and nothing here can hash it.
-        else:
-            kind = entry.kind
-            found = f"a {'broken link' if kind == 'link' else kind}, mode {entry.info.st_mode:o}"
-            expected = f"files and links to files, in at most {DEEPEST} folders"
-            raise _data_error(
-                "the data set cannot be read", place_of(place), f"{entry.path}: {found}", expected
-            )
     return files, folders
 
 
-def _below(root: Path, *, numbers: bool = True) -> list[Entry]:
-    # The way to it may have links, and it may be one.
-    with open_directory(root, follow=True) as fd:
-        return list_tree(fd, follow=True, numbers=numbers)
-
-
-def _named(places: tuple[str, ...]) -> Iterator[Entry]:
-    """Yields the files of verl's data by their paths without the first slash."""
+def _take_named(places: tuple[str, ...], take: Callable[[Entry], bool]) -> None:
+    """Takes the files of verl's data by their paths without the first slash."""
     for place in places:
         path, info = place.lstrip("/"), os.stat(place)
-        if stat.S_ISDIR(info.st_mode):
-            # Of directories that verl names, the files alone are data: pandas reads them as one table.
-            inside = _below(Path(place))
-            yield from (
-                Entry(f"{path}/{one.path}", one.info, one.followed)
-                for one in inside
-                if one.kind != "directory"
-            )
-        else:
-            yield Entry(path, info, os.path.islink(place))
+        if not stat.S_ISDIR(info.st_mode):
+            take(Entry(path, info, os.path.islink(place)))
+            continue
+        with open_directory(place, follow=True) as fd:
+            for entry in list_tree(fd, follow=True):
+                take(Entry(f"{path}/{entry.path}", entry.info, entry.followed))
 
 
 def _assembled(
-    root: Path, files: dict[str, Entry], folders: list[str], known: dict[str, Hashed]
+    root: Path, files: dict[str, Seen], folders: list[str], known: dict[str, Hashed]
 ) -> Fingerprint:
     if not files:
         raise _data_error("the data set is empty", root, "no file below it", "at least one file")
     found = {}
-    for path, entry in files.items():
-        kind: Kind = "link" if entry.followed else "file"
+    for path, file in files.items():
+        kind: Kind = "link" if file.is_link else "file"
         hashed = known[path]
         found[path] = FileDigest(size=hashed.size, sha256=hashed.sha256, kind=kind)
     # Directories count if nothing else shows that they are there.
