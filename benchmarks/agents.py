@@ -27,12 +27,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "daemon")]
 
 from verl_slurm_daemon.allocation.local import LocalAllocation
 from verl_slurm_daemon.decide import actions as act, inputs
-from verl_slurm_daemon.decide.model import Limits, Model
+from verl_slurm_daemon.decide.lead_model import Limits, Model
 from verl_slurm_daemon.decide.policy import decide
 from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.lead.effects import Effects
+from verl_slurm_daemon.link.addresses import reach_lead
 from verl_slurm_daemon.link.channel import LeadLink
-from verl_slurm_daemon.link.reach import reach_lead
 
 from benchmarks.curves import lines
 from verl_slurm.base.files import private_dir

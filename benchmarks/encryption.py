@@ -29,8 +29,8 @@ from verl_slurm.checkpoint.format.encryption import (
 )
 from verl_slurm.checkpoint.store.chunks import Reading, Wanted, read_checked
 from verl_slurm.save.writer.arena import Arena
+from verl_slurm.save.writer.file_sealing import Sealer
 from verl_slurm.save.writer.protocol import ArenaFile, Sealing
-from verl_slurm.save.writer.sealing import Sealer
 from verl_slurm.save.writer.writing import write_and_hash
 
 

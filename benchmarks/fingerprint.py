@@ -57,7 +57,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from verl_slurm.dataset.fingerprint.cache import default_path
-from verl_slurm.dataset.fingerprint.record import fingerprint, remember, survey
+from verl_slurm.dataset.fingerprint.data_record import fingerprint, remember, survey
 
 _DROP = Path("/proc/sys/vm/drop_caches")
 _CORES = len(os.sched_getaffinity(0))

@@ -28,7 +28,7 @@ import msgspec
 
 from benchmarks.curves import lines
 from verl_slurm.config.schema import CheckpointConfig
-from verl_slurm.plan.inputs import schedule_of
+from verl_slurm.plan.plan_inputs import schedule_of
 from verl_slurm.plan.simulate import RunModel, random_strikes, simulate
 
 _DAY_S = 86400.0

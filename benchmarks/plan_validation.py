@@ -44,7 +44,7 @@ from verl_slurm.journal import events as ev
 from verl_slurm.journal.files import parse_event, read_events, to_json
 from verl_slurm.journal.history import History
 from verl_slurm.plan.calibrate import happened, measure, strikes_again
-from verl_slurm.plan.inputs import KnownValue, cadence_of, complete, model_of, schedule_of
+from verl_slurm.plan.plan_inputs import KnownValue, cadence_of, complete, model_of, schedule_of
 from verl_slurm.plan.simulate import RunModel, simulate
 from verl_slurm.wire.environment import RUN_VARIABLE
 

@@ -39,7 +39,7 @@ from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.journal import events as ev
 from verl_slurm.journal.files import read_events
-from verl_slurm.quickstart.model import build_model
+from verl_slurm.quickstart.tiny_model import build_model
 from verl_slurm.submit.submission import carry_out, plan_submission
 
 T = TypeVar("T")

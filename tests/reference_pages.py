@@ -14,8 +14,8 @@ from pathlib import Path
 
 import click
 from prometheus_client.core import CounterMetricFamily, Metric
-from verl_slurm_daemon.agent.metrics_page import AgentMetrics
-from verl_slurm_daemon.lead.metrics_page import LeadMetrics
+from verl_slurm_daemon.agent.node_metrics import AgentMetrics
+from verl_slurm_daemon.lead.lead_metrics import LeadMetrics
 
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli.main import COMMANDS, cli
@@ -257,7 +257,7 @@ For anyone who writes a query, an alert or a panel: each series by name, with it
 of the daemon's process itself: memory, CPU seconds, open files.
 
 `python -m tests.reference_pages` makes this page from
-`daemon/verl_slurm_daemon/lead/metrics_page.py` and `agent/metrics_page.py` beside it.
+`daemon/verl_slurm_daemon/lead/lead_metrics.py` and `agent/node_metrics.py` beside it.
 
 ## Of the lead
 

@@ -108,7 +108,11 @@ def test_an_existing_run_is_opened_by_its_directory(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize(
     "before",
-    ["", "import verl_slurm.submit.plan; ", "from verl_slurm import submit; assert callable(submit); "],
+    [
+        "",
+        "import verl_slurm.submit.submission_plan; ",
+        "from verl_slurm import submit; assert callable(submit); ",
+    ],
 )
 def test_the_function_is_there_whatever_of_the_package_was_imported_before(before: str) -> None:
     program = (

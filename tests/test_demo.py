@@ -95,7 +95,7 @@ def test_the_demo_asks_for_a_gpu_where_there_is_one(
         raise NotFound("no demo")
 
     monkeypatch.setattr("verl_slurm.demo.run_demo", run_demo)
-    monkeypatch.setattr("verl_slurm.cli.setup.demo.real_gpus", lambda: gpus)
+    monkeypatch.setattr("verl_slurm.cli.setup.demo_command.real_gpus", lambda: gpus)
     monkeypatch.setattr("importlib.metadata.version", lambda _: torch)
     assert main(["demo", *words, "--dir", "nowhere"]) == ExitCode.NOT_FOUND
     on_a_gpu = ["distributed.device=cuda", "slurm.gpus_per_node=1"]

@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 from click.testing import CliRunner
-from verl_slurm_daemon.decide.model import FailureKind
+from verl_slurm_daemon.decide.lead_model import FailureKind
 
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.cli.main import COMMANDS, cli

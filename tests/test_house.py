@@ -132,7 +132,7 @@ def test_what_others_may_hand_over_is_opened_by_the_helpers_of_bounded() -> None
 
 def test_the_daemon_loads_nothing_heavy() -> None:
     probe = (
-        "import sys, verl_slurm_daemon.lead.loop, verl_slurm_daemon.agent.node; "
+        "import sys, verl_slurm_daemon.lead.lead_loop, verl_slurm_daemon.agent.node; "
         "print(sorted({'torch', 'numpy', 'click', 'submitit', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)

@@ -66,7 +66,7 @@ def test_the_time_that_help_takes_is_reported(record_property: pytest.FixtureReq
 def test_without_a_metrics_port_nothing_imports_prometheus() -> None:
     """It is 2 MB, and only who asked for a port pays them."""
     probe = (
-        "import sys, verl_slurm_daemon.lead.loop, verl_slurm_daemon.agent.node; "
+        "import sys, verl_slurm_daemon.lead.lead_loop, verl_slurm_daemon.agent.node; "
         "print([m for m in sys.modules if m.startswith('prometheus')])"
     )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
@@ -76,7 +76,7 @@ def test_without_a_metrics_port_nothing_imports_prometheus() -> None:
 def test_without_a_key_nothing_imports_cryptography() -> None:
     """A daemon of 40 MB that verifies has no use for it."""
     probe = (
-        "import sys, verl_slurm_daemon.lead.loop, verl_slurm.checkpoint.format.encryption; "
+        "import sys, verl_slurm_daemon.lead.lead_loop, verl_slurm.checkpoint.format.encryption; "
         "import verl_slurm.checkpoint.store.commit, verl_slurm.base.keys, verl_slurm.runtime_state.sealing; "
         "verl_slurm.base.keys.load_keys(None); verl_slurm.base.keys.MasterKey(bytes(32)); "
         "print([m for m in sys.modules if m.startswith('cryptography')])"

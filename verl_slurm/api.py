@@ -29,8 +29,8 @@ from verl_slurm.journal.events import Event
 from verl_slurm.journal.files import read_events
 from verl_slurm.runs.follow import follow_run
 from verl_slurm.runs.glance import ask_for, glance, state_of
-from verl_slurm.runs.record import last_job, require_run
 from verl_slurm.runs.requests import ask_for_save, cancel_run, requeue_run
+from verl_slurm.runs.run_record import last_job, require_run
 from verl_slurm.submit.submission import carry_out, plan_submission
 
 P = ParamSpec("P")

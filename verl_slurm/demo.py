@@ -30,9 +30,9 @@ from verl_slurm.journal.events import Cause, Event, FirstRollout, Requeue, Saved
 from verl_slurm.journal.files import read_events
 from verl_slurm.runs.follow import follow_run
 from verl_slurm.runs.liveness import controller
-from verl_slurm.runs.record import last_job
-from verl_slurm.submit.plan import SubmissionPlan
+from verl_slurm.runs.run_record import last_job
 from verl_slurm.submit.submission import carry_out, plan_submission
+from verl_slurm.submit.submission_plan import SubmissionPlan
 
 _PREEMPT_AT_STEP = 4
 

@@ -25,7 +25,7 @@ from verl_slurm.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from verl_slurm.config.slurm import SlurmConfig
+from verl_slurm.config.slurm_section import SlurmConfig
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.save.ranks.compare import compare
 from verl_slurm.trainer.setup import build_loop

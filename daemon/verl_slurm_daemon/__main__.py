@@ -16,7 +16,7 @@ from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.processes import forbid_core_dumps
 from verl_slurm_daemon.agent.agent_log import quiet_streams
-from verl_slurm_daemon.processes import WARNINGS
+from verl_slurm_daemon.descendants import WARNINGS
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -64,7 +64,7 @@ def main() -> int:
     try:
         # Each subcommand imports its own half: an agent does not need checkpoints, which cost 14 MB.
         if args.command == "lead":
-            from verl_slurm_daemon.lead.loop import run_lead
+            from verl_slurm_daemon.lead.lead_loop import run_lead
 
             quiet_streams()  # a reader of the lead's log may stop reading; a save must not wait for it
             run_lead(args.run, args.hostfile)
@@ -73,7 +73,7 @@ def main() -> int:
 
             return int(run_join(args.run.resolve(), args.hostfile, args.host))
         if args.command == "bring-home":
-            from verl_slurm_daemon.lead.second_copy import run_bring_home
+            from verl_slurm_daemon.lead.nodes_copies import run_bring_home
 
             return int(run_bring_home(args.run.resolve(), args.epoch, args.after))
         # Signals from Slurm stay pending until the agent listens: their default action would end it.

@@ -8,8 +8,8 @@ import pytest
 
 from tests.builders import make_manifest
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.format.schema import current_schema, render_schema
 from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, Manifest
+from verl_slurm.checkpoint.format.state_schema import current_schema, render_schema
 from verl_slurm.checkpoint.store.commit import StagingDirectory, begin, commit, seal
 
 FILES = {

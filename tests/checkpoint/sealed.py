@@ -9,8 +9,8 @@ from tests.builders import make_manifest
 from verl_slurm.base.keys import Keyring, MasterKey
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.encryption import CheckpointCipher
-from verl_slurm.checkpoint.format.schema import current_schema, render_schema
 from verl_slurm.checkpoint.format.specification import PLAIN_FILES
+from verl_slurm.checkpoint.format.state_schema import current_schema, render_schema
 from verl_slurm.checkpoint.store.commit import StagingDirectory, begin, commit, seal
 
 KEY, OTHER = MasterKey(bytes(range(32))), MasterKey(bytes(range(1, 33)))

@@ -8,8 +8,8 @@ import pytest
 
 from tests.checkpoint.conftest import FILES
 from verl_slurm.base.errors import CheckpointCorrupt, NotFound
-from verl_slurm.checkpoint.format.schema import render_schema, schema_of
 from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, Topology
+from verl_slurm.checkpoint.format.state_schema import render_schema, schema_of
 from verl_slurm.checkpoint.format.tensor_index import Piece, TensorEntry, TensorIndex, render_index
 from verl_slurm.checkpoint.inspect.difference import SUBJECTS, Difference, difference
 

@@ -11,7 +11,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store import frozen
 from verl_slurm.checkpoint.store.frozen import check_frozen, frozen_digests, read_back_others, store_frozen
 from verl_slurm.checkpoint.store.scrub import scrub_frozen
-from verl_slurm.dataset.fingerprint.record import fingerprint
+from verl_slurm.dataset.fingerprint.data_record import fingerprint
 
 
 @pytest.fixture

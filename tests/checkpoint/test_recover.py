@@ -6,7 +6,7 @@ import pytest
 
 from verl_slurm.base.errors import CheckpointCorrupt, NotFound, PermissionRefused, SchemaMismatch
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.format.schema import SchemaVersion, current_schema, schema_of
+from verl_slurm.checkpoint.format.state_schema import SchemaVersion, current_schema, schema_of
 from verl_slurm.checkpoint.store import recover
 from verl_slurm.checkpoint.store.recover import choose_resume, set_aside
 from verl_slurm.checkpoint.store.verify import verify

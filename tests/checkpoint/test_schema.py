@@ -2,8 +2,8 @@ import msgspec
 import pytest
 
 from verl_slurm.base.errors import CheckpointCorrupt, SchemaMismatch
-from verl_slurm.checkpoint.format import schema
-from verl_slurm.checkpoint.format.schema import (
+from verl_slurm.checkpoint.format import state_schema
+from verl_slurm.checkpoint.format.state_schema import (
     OLDER_LAYOUTS,
     OlderLayout,
     check_schema,
@@ -53,7 +53,7 @@ def test_an_older_layout_is_read_by_the_code_that_says_so_and_by_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     old, ours, later = (schema_of({"A": {"x": kind}}) for kind in ("int", "float", "str"))
-    monkeypatch.setattr(schema, "OLDER_LAYOUTS", (OlderLayout(old.schema_id, ours.schema_id, "why"),))
+    monkeypatch.setattr(state_schema, "OLDER_LAYOUTS", (OlderLayout(old.schema_id, ours.schema_id, "why"),))
     check_schema(old, ours, where="x")
     for saved, current in ((ours, old), (old, later), (ours, later)):
         with pytest.raises(SchemaMismatch):

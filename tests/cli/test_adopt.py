@@ -203,7 +203,7 @@ def test_a_tracker_that_cannot_be_written_is_said_and_keeps_no_run_from_it(
     def refuse(*_: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr("verl_slurm.cli.checkpoint.adopt.write_tracker", refuse)
+    monkeypatch.setattr("verl_slurm.cli.checkpoint.adopt_command.write_tracker", refuse)
     result = cli("adopt", verl_dir)
     assert result.code == ExitCode.PERMISSION
     assert "Read-only file system" in result.err

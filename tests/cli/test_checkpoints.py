@@ -14,8 +14,8 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.keys import new_key_file
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.format.schema import current_schema, render_schema
 from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION
+from verl_slurm.checkpoint.format.state_schema import current_schema, render_schema
 from verl_slurm.checkpoint.format.tensor_index import (
     Piece,
     TensorEntry,
@@ -25,14 +25,14 @@ from verl_slurm.checkpoint.format.tensor_index import (
 )
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.commit import begin, commit, seal
-from verl_slurm.cli.run.status import CHECKPOINTS_TO_GO, checkpoints_table
+from verl_slurm.cli.run.status_command import CHECKPOINTS_TO_GO, checkpoints_table
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load
 from verl_slurm.config.schema import CheckpointConfig, DataConfig, TrainConfig
 from verl_slurm.dataset.fingerprint.cache import default_path, save as save_cache
+from verl_slurm.dataset.fingerprint.data_record import fingerprint
 from verl_slurm.dataset.fingerprint.entries import sealed
-from verl_slurm.dataset.fingerprint.hashing import Hashed, stamp_of
-from verl_slurm.dataset.fingerprint.record import fingerprint
+from verl_slurm.dataset.fingerprint.file_hashing import Hashed, stamp_of
 from verl_slurm.runtime_state.codec import encode
 
 Cli = Callable[..., Any]

@@ -16,7 +16,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.tensor_index import Piece, TensorEntry, TensorIndex, render_index
 from verl_slurm.checkpoint.inspect.describe import _curves
 from verl_slurm.checkpoint.store.commit import commit
-from verl_slurm.cli.checkpoint.verify import _consumed
+from verl_slurm.cli.checkpoint.verify_command import _consumed
 from verl_slurm.runtime_state.codec import encode
 
 Cli = Callable[..., Any]

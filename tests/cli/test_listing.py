@@ -12,10 +12,10 @@ import pytest
 
 from tests.many_runs import make_run
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.cli.run.status import FIRST_TO_GO, runs_table
+from verl_slurm.cli.run.status_command import FIRST_TO_GO, runs_table
 from verl_slurm.cli.show import render
 from verl_slurm.runs.glance import glance
-from verl_slurm.slurm.client import SlurmClient
+from verl_slurm.slurm.slurm_client import SlurmClient
 
 Cli = Callable[..., Any]
 

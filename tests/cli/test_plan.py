@@ -7,7 +7,7 @@ import pytest
 
 from tests.cli.conftest import Cli
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.plan.inputs import LABELS
+from verl_slurm.plan.plan_inputs import LABELS
 
 ROOT = Path(__file__).parents[2]
 

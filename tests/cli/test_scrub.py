@@ -19,7 +19,7 @@ from verl_slurm.checkpoint.store.frozen import store_frozen
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.config.load import dump, load_resolved
 from verl_slurm.config.schema import DataConfig, EncryptionConfig, GuestConfig
-from verl_slurm.dataset.fingerprint.record import fingerprint, survey, write
+from verl_slurm.dataset.fingerprint.data_record import fingerprint, survey, write
 
 Cli = Callable[..., Any]
 

@@ -188,7 +188,7 @@ def test_an_unreadable_configuration_and_unreadable_data_are_refused(
     from verl_slurm.base.errors import DataError, PermissionRefused
     from verl_slurm.config.load import load
     from verl_slurm.config.schema import DataConfig, RunConfig
-    from verl_slurm.submit.checks.data import check_data
+    from verl_slurm.submit.checks.prompt_data import check_data
 
     config = msgspec.structs.replace(RunConfig(), data=DataConfig(root=str(closed_place)))
     with ordinary_user():

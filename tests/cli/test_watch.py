@@ -12,7 +12,7 @@ from tests.journals import append_event
 from tests.many_runs import make_run
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.runs.follow_many import FleetWatch
-from verl_slurm.slurm.client import SlurmClient
+from verl_slurm.slurm.slurm_client import SlurmClient
 
 Cli = Callable[..., Any]
 

@@ -7,7 +7,7 @@ import pytest
 from verl_slurm.base.errors import ConfigError, PermissionRefused
 from verl_slurm.config.changes import may_change
 from verl_slurm.config.load import dump, load, parse_config
-from verl_slurm.submit.checks.inputs import absolute
+from verl_slurm.submit.checks.model_and_reward import absolute
 from verl_slurm.submit.checks.preflight import check_hooks
 from verl_slurm.submit.relative_paths import Places
 

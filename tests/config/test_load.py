@@ -18,7 +18,7 @@ from verl_slurm.config.checks.shared import OWN_OPTIONS, complaints
 from verl_slurm.config.hints import WORDS, nearest_keys
 from verl_slurm.config.load import differences, dump, known_keys, load, load_resolved, parse_config
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.config.slurm import SlurmConfig
+from verl_slurm.config.slurm_section import SlurmConfig
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 

@@ -7,7 +7,7 @@ import pytest
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.config.checks.tiers import tier_complaints
 from verl_slurm.config.load import parse_config
-from verl_slurm.config.tiers import TierConfig
+from verl_slurm.config.tiers_section import TierConfig
 
 GOOD = b"""
 name: run

@@ -14,10 +14,10 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
-from verl_slurm_daemon.allocation import slurm as slurm_allocation
+from verl_slurm_daemon.allocation import slurm_job as slurm_allocation
 from verl_slurm_daemon.allocation.local import LocalAllocation
-from verl_slurm_daemon.allocation.slurm import SlurmAllocation
-from verl_slurm_daemon.lead import start
+from verl_slurm_daemon.allocation.slurm_job import SlurmAllocation
+from verl_slurm_daemon.lead import attempt_start
 
 from tests.builders import new_run, owner
 from verl_slurm.base.errors import NotFound, SlurmMissing, VerlSlurmError
@@ -27,9 +27,9 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal import events as ev
 from verl_slurm.journal.files import append_event
 from verl_slurm.journal.history import History
-from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm.slurm.facts import JobFacts
 from verl_slurm.slurm.parse import parse_job, parse_node
+from verl_slurm.slurm.slurm_environment import SlurmJob
 
 OWNER = owner(cluster="slurm", job_id="37")
 GOLDEN = Path(__file__).parent.parent / "slurm" / "golden" / "running.txt"
@@ -437,8 +437,8 @@ def test_a_silent_slurm_does_not_tell_where_the_lead_is_and_is_asked_again(
 
     slurm, said = Slurm(), []
     mine = in_job_37(slurm, tmp_path, monkeypatch)
-    monkeypatch.setattr(start, "IN_PLACE_S", (0.0,))
-    asked = start.patiently(mine.address, lambda: False, lambda error, pause: said.append(str(error)))
+    monkeypatch.setattr(attempt_start, "IN_PLACE_S", (0.0,))
+    asked = attempt_start.patiently(mine.address, lambda: False, lambda error, pause: said.append(str(error)))
     assert asyncio.run(asked) == "10.0.0.1"
     assert said == [str(SILENCE)]
     assert asyncio.run(mine.address()) == "10.0.0.1"

@@ -6,16 +6,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from verl_slurm_daemon.allocation import slurm as module
-from verl_slurm_daemon.allocation.slurm import SlurmAllocation
+from verl_slurm_daemon.allocation import slurm_job as module
+from verl_slurm_daemon.allocation.slurm_job import SlurmAllocation
 
 from tests.journals import make_event
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import parse_config
 from verl_slurm.journal.events import Event
 from verl_slurm.journal.history import History
-from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm.slurm.parse import parse_usable_nodes
+from verl_slurm.slurm.slurm_environment import SlurmJob
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 

@@ -10,7 +10,7 @@ from tests.processes import captured
 _UNDERTAKER = """
 import asyncio, os, subprocess, sys
 from verl_slurm_daemon import processes as burying
-from verl_slurm_daemon.processes import bury_orphans
+from verl_slurm_daemon.descendants import bury_orphans
 from verl_slurm.base.processes import become_subreaper
 
 async def main():

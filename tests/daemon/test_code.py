@@ -5,16 +5,16 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from verl_slurm_daemon.lead.code import check_code
+from verl_slurm_daemon.lead.code_copy import check_code
 
 from verl_slurm.base.errors import ConfigError, DataError, PermissionRefused
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.config.code import CodeConfig
+from verl_slurm.config.code_section import CodeConfig
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal import events as ev
+from verl_slurm.program.code_record import CodeRecord, CodeTree, read_record
 from verl_slurm.program.copying import copy_tree, read_tree
 from verl_slurm.program.installed import look
-from verl_slurm.program.record import CodeRecord, CodeTree, read_record
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ import pytest
 from verl_slurm_daemon.allocation.contract import Avoided
 from verl_slurm_daemon.decide import actions as act, inputs
 from verl_slurm_daemon.journal import Journal
-from verl_slurm_daemon.lead import effects as module, requeueing, stacks, start, step
+from verl_slurm_daemon.lead import agents_step, attempt_start, effects as module, requeueing, stack_requests
+from verl_slurm_daemon.lead.agents_step import Step
 from verl_slurm_daemon.lead.effects import Effects
 from verl_slurm_daemon.lead.resume import ReadBack, ResumePoint
-from verl_slurm_daemon.lead.step import Step
 from verl_slurm_daemon.link.channel import connect
 
 from tests.builders import run_config, write_config
@@ -179,7 +179,7 @@ def test_a_save_that_storage_does_not_give_back_is_read_again(
 ) -> None:
     found = [ReadBack(False, "Input/output error", unreadable=True), ReadBack(True, "7 bytes")]
     monkeypatch.setattr(module, "read_back", lambda *_: found.pop(0))
-    monkeypatch.setattr(start, "IN_PLACE_S", (0.0,))
+    monkeypatch.setattr(attempt_start, "IN_PLACE_S", (0.0,))
 
     async def story() -> inputs.Input:
         effects, posted = effects_of(tmp_path, ScriptedAllocation())
@@ -224,7 +224,7 @@ def test_a_take_down_reaches_a_generation_at_any_moment(
         return ResumePoint("", (), "start+0")
 
     monkeypatch.setattr(module, "find_resume_point", look)
-    monkeypatch.setattr(step, "GOODBYE_S", 0.05)
+    monkeypatch.setattr(agents_step, "GOODBYE_S", 0.05)
 
     async def story() -> tuple[inputs.Input, int]:
         allocation = ScriptedAllocation()
@@ -258,7 +258,7 @@ class Heard:
 def test_stacks_that_come_late_do_not_end_the_generation_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stacks, "_STACKS_S", 0.02)
+    monkeypatch.setattr(stack_requests, "_STACKS_S", 0.02)
 
     async def story(ends: bool) -> list[ToAgent]:
         effects, _ = effects_of(tmp_path, ScriptedAllocation())

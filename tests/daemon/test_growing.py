@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from verl_slurm_daemon.allocation.contract import StepPlacement
 from verl_slurm_daemon.decide import actions as act, inputs
-from verl_slurm_daemon.decide.model import Limits, Model
+from verl_slurm_daemon.decide.lead_model import Limits, Model
+from verl_slurm_daemon.decide.lead_states import State
 from verl_slurm_daemon.decide.policy import decide
-from verl_slurm_daemon.decide.states import State
 from verl_slurm_daemon.lead import growing
+from verl_slurm_daemon.lead.agents_step import Step
 from verl_slurm_daemon.lead.growing import watch_growth, worth
-from verl_slurm_daemon.lead.step import Step
 
 from tests.builders import run_config
 from tests.fakes.allocation import ScriptedAllocation

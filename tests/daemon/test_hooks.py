@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
-from verl_slurm_daemon.lead.hooks import Hooks, hooks_of, sentence
+from verl_slurm_daemon.lead.hook_runs import Hooks, hooks_of, sentence
 
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.config.hooks import HooksConfig
+from verl_slurm.config.hooks_section import HooksConfig
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal import events as ev
 
@@ -111,7 +111,7 @@ def test_a_slow_hook_holds_up_no_other_and_is_ended_with_its_children(
 def test_a_requeued_job_waits_for_its_hooks_for_seconds_alone(
     tmp_path: Path, script: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verl_slurm_daemon.lead.hooks._REQUEUE_S", 0.2)
+    monkeypatch.setattr("verl_slurm_daemon.lead.hook_runs._REQUEUE_S", 0.2)
     _, seconds = tell(tmp_path, AGAIN, requeued=True, on_requeue=(script("exec sleep 600"),), timeout_s=600.0)
     assert seconds < 60
 

@@ -6,7 +6,7 @@ import sys
 
 import psutil
 import pytest
-from verl_slurm_daemon import processes
+from verl_slurm_daemon import descendants
 
 SLEEPER = [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()"]
 
@@ -30,6 +30,6 @@ def test_a_process_that_dies_while_it_is_looked_at_does_not_save_the_others(
         assert mine.stdout is not None
         mine.stdout.readline()
         monkeypatch.setattr(psutil.Process, "children", look)
-        assert processes.kill_tree() == []
+        assert descendants.kill_tree() == []
         assert len(looks) >= 2
         assert not psutil.pid_exists(mine.pid) or psutil.Process(mine.pid).ppid() != os.getpid()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from verl_slurm_daemon.agent.container import environ_of_image, gpus_here, ranks_environ
+from verl_slurm_daemon.agent.rank_container import environ_of_image, gpus_here, ranks_environ
 from verl_slurm_daemon.allocation.launcher import (
     StepNodes,
     agent_argv,
@@ -23,9 +23,9 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.health import HealthConfig
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.config.services import ServiceConfig
+from verl_slurm.config.services_section import ServiceConfig
+from verl_slurm.containers.image_mounts import mounts
 from verl_slurm.containers.inside import ENVIRONMENT
-from verl_slurm.containers.mounts import mounts
 from verl_slurm.containers.runtimes import Gpus, contained_ranks_argv, in_image
 from verl_slurm.wire.messages import Launch
 

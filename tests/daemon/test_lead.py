@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from verl_slurm_daemon.allocation.local import LocalAllocation
-from verl_slurm_daemon.lead.loop import Lead
+from verl_slurm_daemon.lead.lead_loop import Lead
 
 from tests.journals import read_events
 from verl_slurm.base.errors import Fenced

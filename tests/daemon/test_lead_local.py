@@ -24,8 +24,8 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.keys import new_key_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.manifest import parse, render, sealed
-from verl_slurm.checkpoint.format.schema import parse_schema, render_schema, schema_of
 from verl_slurm.checkpoint.format.specification import MANIFEST, SCHEMA_VERSION
+from verl_slurm.checkpoint.format.state_schema import parse_schema, render_schema, schema_of
 from verl_slurm.checkpoint.inspect.compare import newest_checkpoint
 from verl_slurm.config.load import load_resolved
 from verl_slurm.journal.status import read_status
@@ -114,7 +114,7 @@ import errno, sys
 from unittest.mock import patch
 from verl_slurm_daemon.__main__ import main
 stale = OSError(errno.ESTALE, "Stale file handle", "/data")
-with patch("verl_slurm_daemon.lead.loop.check_dataset", side_effect=stale):
+with patch("verl_slurm_daemon.lead.lead_loop.check_dataset", side_effect=stale):
     sys.exit(main())  # the next life is a program of its own, and finds the storage well
 """
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from verl_slurm_daemon.allocation.local import LocalAllocation
 from verl_slurm_daemon.journal import Journal
-from verl_slurm_daemon.lead.loop import Lead
+from verl_slurm_daemon.lead.lead_loop import Lead
 
 from tests.journals import make_event, read_events
 from tests.many_runs import Teller, make_run

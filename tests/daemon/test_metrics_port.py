@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from verl_slurm_daemon.agent.metrics_page import AgentMetrics
+from verl_slurm_daemon.agent.node_metrics import AgentMetrics
 from verl_slurm_daemon.journal import Journal
-from verl_slurm_daemon.lead.metrics_page import LeadMetrics
+from verl_slurm_daemon.lead.lead_metrics import LeadMetrics
 
 from tests.builders import run_config
 from tests.harness import ROOT

@@ -5,9 +5,9 @@ from typing import get_args
 import msgspec
 import pytest
 from verl_slurm_daemon.decide import actions as act, inputs
-from verl_slurm_daemon.decide.model import FailureKind, Intent, Limits, Model, suspects
+from verl_slurm_daemon.decide.lead_model import FailureKind, Intent, Limits, Model, suspects
+from verl_slurm_daemon.decide.lead_states import NEXT, State
 from verl_slurm_daemon.decide.policy import decide
-from verl_slurm_daemon.decide.states import NEXT, State
 
 from tests.journals import make_event
 from verl_slurm.base.errors import NOT_SET_UP

@@ -4,7 +4,7 @@ import asyncio
 import threading
 
 import pytest
-from verl_slurm_daemon.lead.loop import keep_threads
+from verl_slurm_daemon.lead.lead_loop import keep_threads
 
 
 def refuse(self: threading.Thread) -> None:

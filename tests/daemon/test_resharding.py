@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from verl_slurm_daemon.journal import Journal
-from verl_slurm_daemon.lead.resharding import fit_ranks
+from verl_slurm_daemon.lead.fitting_ranks import fit_ranks
 from verl_slurm_daemon.lead.resume import ResumePoint
 
 from tests.builders import begun_run

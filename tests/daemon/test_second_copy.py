@@ -5,9 +5,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from verl_slurm_daemon.lead import second_copy
+from verl_slurm_daemon.lead import nodes_copies
+from verl_slurm_daemon.lead.nodes_copies import bring_home_argv, collect, left_behind, run_bring_home
 from verl_slurm_daemon.lead.resume import find_resume_point
-from verl_slurm_daemon.lead.second_copy import bring_home_argv, collect, left_behind, run_bring_home
 
 from tests.builders import write_config
 from tests.cli.test_checkpoints import make_run, save
@@ -99,7 +99,7 @@ def test_the_command_of_a_node_is_one_that_the_daemon_knows(node: Node) -> None:
     argv = bring_home_argv("python", RunPaths("/run"), 7, "step_000010")
     parsed = _parser().parse_args(argv[4:])
     assert (parsed.command, parsed.epoch, parsed.after) == ("bring-home", 7, "step_000010")
-    assert second_copy.__doc__
+    assert nodes_copies.__doc__
 
 
 def test_what_lies_on_nodes_that_are_not_here_is_named_until_a_newer_save_is_on_shared_storage() -> None:

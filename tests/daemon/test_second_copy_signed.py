@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from verl_slurm_daemon.lead.second_copy import collect, run_bring_home
+from verl_slurm_daemon.lead.nodes_copies import collect, run_bring_home
 
 from tests.builders import write_config
 from tests.checkpoint.sealed import save_sealed

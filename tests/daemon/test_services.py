@@ -11,16 +11,16 @@ from pathlib import Path
 
 import psutil
 import pytest
-from verl_slurm_daemon.agent.probe import answers
+from verl_slurm_daemon.agent.lead_probe import answers
 from verl_slurm_daemon.agent.rank_environment import past_proxies
 from verl_slurm_daemon.agent.service import restarts_in_a_row, service_argv
 from verl_slurm_daemon.agent.service_shares import RANKS, divide, variables_of_ranks
 from verl_slurm_daemon.decide import inputs
+from verl_slurm_daemon.descendants import WARNINGS
 from verl_slurm_daemon.journal import Journal
-from verl_slurm_daemon.lead import services as module
-from verl_slurm_daemon.lead.services import Services
+from verl_slurm_daemon.lead import service_hosts as module
+from verl_slurm_daemon.lead.service_hosts import Services
 from verl_slurm_daemon.link.channel import AgentLink, serve
-from verl_slurm_daemon.processes import WARNINGS
 
 from tests.builders import new_run, run_config, write_config
 from tests.fakes.allocation import ScriptedAllocation
@@ -30,7 +30,7 @@ from verl_slurm.base.errors import NOT_SET_UP
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.config.services import ServiceConfig
+from verl_slurm.config.services_section import ServiceConfig
 from verl_slurm.wire.lead_file import LeadAddress, write_lead_address
 from verl_slurm.wire.messages import FromAgent, Launch, ServiceSaid, Shutdown, ToAgent
 

@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 
-from verl_slurm_daemon.processes import listen
+from verl_slurm_daemon.descendants import listen
 
 STORM = 5000
 

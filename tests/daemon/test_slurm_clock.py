@@ -6,13 +6,13 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from verl_slurm_daemon.allocation import slurm as slurm_allocation
-from verl_slurm_daemon.allocation.slurm import SlurmAllocation, SlurmClock
+from verl_slurm_daemon.allocation import slurm_job as slurm_allocation
+from verl_slurm_daemon.allocation.slurm_job import SlurmAllocation, SlurmClock
 
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm.slurm.parse import parse_job
+from verl_slurm.slurm.slurm_environment import SlurmJob
 
 TRUE = datetime(2026, 11, 21, 12, 0, 0, tzinfo=UTC)
 GOLDEN = Path(__file__).parent.parent / "slurm" / "golden" / "time_limit_running.txt"

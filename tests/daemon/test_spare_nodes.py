@@ -8,12 +8,12 @@ import pytest
 from verl_slurm_daemon.allocation.contract import StepPlacement, TooFewNodes
 from verl_slurm_daemon.allocation.launcher import choose_places, step_argv
 from verl_slurm_daemon.decide import actions as act, inputs
-from verl_slurm_daemon.decide.model import Limits, Model
+from verl_slurm_daemon.decide.lead_model import Limits, Model
+from verl_slurm_daemon.decide.lead_states import State
 from verl_slurm_daemon.decide.policy import decide
-from verl_slurm_daemon.decide.states import State
 from verl_slurm_daemon.journal import log_line
-from verl_slurm_daemon.lead import step as step_module
-from verl_slurm_daemon.lead.step import Step
+from verl_slurm_daemon.lead import agents_step as step_module
+from verl_slurm_daemon.lead.agents_step import Step
 
 from tests.builders import run_config
 from tests.journals import make_event

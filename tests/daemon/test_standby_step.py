@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from verl_slurm_daemon.allocation.launcher import may_stand_by
 from verl_slurm_daemon.journal import Journal
-from verl_slurm_daemon.lead import step as step_module
-from verl_slurm_daemon.lead.standby import Standby
-from verl_slurm_daemon.lead.step import Step
+from verl_slurm_daemon.lead import agents_step as step_module
+from verl_slurm_daemon.lead.agents_step import Step
+from verl_slurm_daemon.lead.standby_agents import Standby
 
 from tests.builders import run_config, write_config
 from tests.fakes.allocation import ScriptedAllocation
@@ -112,7 +112,7 @@ def test_a_record_of_the_code_that_cannot_be_read_keeps_agents_from_standing_by_
         raise DataError("the record of the code is damaged")
 
     async def story(stage: Stage) -> None:
-        monkeypatch.setattr("verl_slurm_daemon.lead.standby.read_record", damaged)
+        monkeypatch.setattr("verl_slurm_daemon.lead.standby_agents.read_record", damaged)
         stage.training.processes = await stage.allocation.start_step([])
         stage.training.training.set()
         await stage.standby.start_after(stage.training)

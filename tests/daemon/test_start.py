@@ -12,8 +12,8 @@ from unittest.mock import patch
 import msgspec
 import psutil
 import pytest
-from verl_slurm_daemon.lead import start
-from verl_slurm_daemon.lead.start import require_mounted
+from verl_slurm_daemon.lead import attempt_start
+from verl_slurm_daemon.lead.attempt_start import require_mounted
 
 from tests.builders import run_config, write_config
 from tests.harness import ROOT
@@ -265,13 +265,15 @@ def test_a_step_that_falls_apart_before_all_came_blames_no_node(tmp_path: Path) 
 def test_a_start_that_waits_for_silent_storage_leaves_soon_after_a_signal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(start, "_LAST_WAIT_S", 0.0)
+    monkeypatch.setattr(attempt_start, "_LAST_WAIT_S", 0.0)
     said: list[Exception] = []
 
     async def story() -> None:
         signalled = asyncio.Event()
         waiting = asyncio.create_task(
-            start.patiently(asyncio.Event().wait, signalled.is_set, lambda error, _: said.append(error))
+            attempt_start.patiently(
+                asyncio.Event().wait, signalled.is_set, lambda error, _: said.append(error)
+            )
         )
         done, _ = await asyncio.wait([waiting], timeout=0.5)
         assert not done, "without a signal it waits"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from verl_slurm_daemon.decide import actions as act, inputs
-from verl_slurm_daemon.decide.model import Limits, Model
+from verl_slurm_daemon.decide.lead_model import Limits, Model
 from verl_slurm_daemon.decide.policy import decide
 
 from tests.hostile.runs_of_ranks import living, prepared

@@ -7,8 +7,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from verl_slurm_daemon.allocation import slurm as module
-from verl_slurm_daemon.allocation.slurm import SlurmAllocation
+from verl_slurm_daemon.allocation import slurm_job as module
+from verl_slurm_daemon.allocation.slurm_job import SlurmAllocation
 from verl_slurm_daemon.allocation.successor import queue_successor, successor_script
 
 from tests.journals import append_event, read_events
@@ -18,10 +18,10 @@ from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import parse_config
 from verl_slurm.journal import files
-from verl_slurm.runs.record import last_job
+from verl_slurm.runs.run_record import last_job
 from verl_slurm.slurm.batch import AWAIT, awaiting, sbatch_parameters
-from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm.slurm.requeue_rules import RequeueOutcome
+from verl_slurm.slurm.slurm_environment import SlurmJob
 
 CONFIG = parse_config(b"", "my.yaml", ("slurm.partition=gpu",))
 

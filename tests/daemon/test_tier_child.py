@@ -14,7 +14,7 @@ from verl_slurm.base.errors import TierAway
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.config.tiers import TierConfig
+from verl_slurm.config.tiers_section import TierConfig
 
 COLD = TierConfig(name="cold", kind="archive", path="/nonexistent")
 

@@ -11,10 +11,9 @@ from verl_slurm.base import mounts
 from verl_slurm.base.errors import DatasetDrift
 from verl_slurm.base.mounts import file_system, keeps_ctime, parse_mounts
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.dataset.fingerprint import cache as hash_cache, record as prints
+from verl_slurm.dataset.fingerprint import cache as hash_cache, data_record as prints
 from verl_slurm.dataset.fingerprint.cache import decode, default_path, encode, settled
-from verl_slurm.dataset.fingerprint.hashing import Hashed, Seen
-from verl_slurm.dataset.fingerprint.record import (
+from verl_slurm.dataset.fingerprint.data_record import (
     Survey,
     check_dataset,
     drift,
@@ -23,6 +22,7 @@ from verl_slurm.dataset.fingerprint.record import (
     survey,
     write,
 )
+from verl_slurm.dataset.fingerprint.file_hashing import Hashed, Seen
 
 SECOND = 1_000_000_000
 

@@ -6,9 +6,8 @@ import pytest
 
 from verl_slurm.base.errors import CheckpointCorrupt, DataError, DatasetDrift
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.dataset.fingerprint import record as module
-from verl_slurm.dataset.fingerprint.hashing import Hashed
-from verl_slurm.dataset.fingerprint.record import (
+from verl_slurm.dataset.fingerprint import data_record as module
+from verl_slurm.dataset.fingerprint.data_record import (
     Drift,
     check_dataset,
     drift,
@@ -18,6 +17,7 @@ from verl_slurm.dataset.fingerprint.record import (
     survey,
     write,
 )
+from verl_slurm.dataset.fingerprint.file_hashing import Hashed
 
 
 @pytest.fixture

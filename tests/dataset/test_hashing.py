@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from verl_slurm.base.errors import DataError
-from verl_slurm.dataset.fingerprint import hashing, small_files
-from verl_slurm.dataset.fingerprint.hashing import Hashed, hash_files, stamp_of
-from verl_slurm.dataset.fingerprint.record import fingerprint
+from verl_slurm.dataset.fingerprint import file_hashing, small_files
+from verl_slurm.dataset.fingerprint.data_record import fingerprint
+from verl_slurm.dataset.fingerprint.file_hashing import Hashed, hash_files, stamp_of
 from verl_slurm.dataset.fingerprint.small_files import NO_DIGEST, RECORD, read_files
 
 PROGRAM = [sys.executable, "-I", "-S", "-X", "utf8", small_files.__file__]
@@ -46,8 +46,8 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
         started.append(real(*args, **kwargs))
         return started[-1]
 
-    monkeypatch.setattr(hashing, "_FILES_A_PROCESS", 1)
-    monkeypatch.setattr(hashing, "num_threads", lambda: 3)
+    monkeypatch.setattr(file_hashing, "_FILES_A_PROCESS", 1)
+    monkeypatch.setattr(file_hashing, "num_threads", lambda: 3)
     monkeypatch.setattr(subprocess, "Popen", start)
     return started
 
@@ -95,7 +95,7 @@ def test_a_process_that_hangs_ends_with_the_look(
     def fails(*_: Any, **__: Any) -> bytes:
         raise OSError("storage")
 
-    monkeypatch.setattr(hashing, "read_files", fails)
+    monkeypatch.setattr(file_hashing, "read_files", fails)
     monkeypatch.setattr(small_files, "__file__", "/dev/stdin")  # it waits for a program that never comes
     with pytest.raises(OSError, match="storage"):
         hash_files(root, os.listdir(root))
@@ -164,7 +164,7 @@ def test_a_link_is_followed_where_it_is_asked(root: Path) -> None:
 def test_a_large_file_that_is_written_at_each_look_is_given_up(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = hashing.hash_fd
+    real = file_hashing.hash_fd
 
     def slow(fd: int) -> tuple[int, str]:
         result = real(fd)
@@ -172,7 +172,7 @@ def test_a_large_file_that_is_written_at_each_look_is_given_up(
             file.write("more\n")
         return result
 
-    monkeypatch.setattr(hashing, "hash_fd", slow)
+    monkeypatch.setattr(file_hashing, "hash_fd", slow)
     with pytest.raises(DataError, match="changes while it is read"):
         fingerprint(root)
 
@@ -181,7 +181,7 @@ def test_a_file_that_cannot_be_read_is_named(root: Path, monkeypatch: pytest.Mon
     def broken(fd: int) -> tuple[int, str]:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(hashing, "hash_fd", broken)
+    monkeypatch.setattr(file_hashing, "hash_fd", broken)
     with pytest.raises(DataError, match="cannot be read.*/06.*Input/output error"):
         fingerprint(root)
 

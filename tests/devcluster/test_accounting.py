@@ -12,8 +12,8 @@ from tests.processes import captured
 from verl_slurm.base.errors import SlurmMissing, SlurmRefused
 from verl_slurm.devcluster import cluster as cluster_module, conf, machine
 from verl_slurm.devcluster.cluster import DevCluster
+from verl_slurm.devcluster.cluster_processes import list_members
 from verl_slurm.devcluster.conf import ClusterOptions, slurm_conf
-from verl_slurm.devcluster.processes import list_members
 
 NEEDS_SLURMDBD = pytest.mark.skipif(
     any(shutil.which(name, path=machine.EXTRA_PATH) is None for name in ("slurmdbd", "mariadbd")),

@@ -17,11 +17,11 @@ from verl_slurm.base.errors import ConfigError, NotFound, SlurmMissing, SlurmRef
 from verl_slurm.base.processes import KnownProcess, known
 from verl_slurm.devcluster import cluster as cluster_module
 from verl_slurm.devcluster.cluster import DevCluster
+from verl_slurm.devcluster.cluster_processes import end_all, list_members
 from verl_slurm.devcluster.conf import ClusterOptions
 from verl_slurm.devcluster.faults import fail_node, preempt, restore_node
-from verl_slurm.devcluster.processes import end_all, list_members
-from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.facts import JobFacts
+from verl_slurm.slurm.slurm_client import SlurmClient
 
 pytestmark = pytest.mark.slurm
 

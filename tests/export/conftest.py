@@ -11,8 +11,8 @@ import pytest
 
 from tests.save.parts import provenance, runtime
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.format.schema import current_schema, render_schema
 from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION
+from verl_slurm.checkpoint.format.state_schema import current_schema, render_schema
 from verl_slurm.checkpoint.inspect import export as exporting
 from verl_slurm.checkpoint.inspect.export import Wish
 from verl_slurm.config.load import dump
@@ -26,7 +26,7 @@ class Trained:
         import torch
         from transformers import Qwen2ForCausalLM
 
-        from verl_slurm.quickstart.model import _config, _tokenizer
+        from verl_slurm.quickstart.tiny_model import _config, _tokenizer
         from verl_slurm.save.ranks.tensors import initialise_adamw
         from verl_slurm.trainer.models import load_causal_lm, load_critic
 

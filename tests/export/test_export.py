@@ -247,7 +247,7 @@ def test_the_plain_files_load_with_weights_only_and_go_on_as_the_saved_run(
 def test_a_checkpoint_saved_in_part_gives_what_it_holds_and_refuses_the_rest(
     trained: Any, checkpoint: Path, tmp_path: Path
 ) -> None:
-    from verl_slurm.cli.checkpoint.export import _roles
+    from verl_slurm.cli.checkpoint.export_command import _roles
     from verl_slurm.export.layouts import largest_file, write_layout
     from verl_slurm.export.skeleton import build_skeleton
     from verl_slurm.export.source import ExportSource

@@ -116,7 +116,7 @@ def test_another_base_model_is_refused_and_nothing_half_made_is_left(
 def test_a_base_model_that_changed_since_the_start_is_refused_unless_named(
     trained: Any, make_trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from verl_slurm.dataset.fingerprint.record import fingerprint
+    from verl_slurm.dataset.fingerprint.data_record import fingerprint
 
     fill_here(monkeypatch)
     mine = make_trained(tied=False)

@@ -66,13 +66,13 @@ def lead() -> None:
 def _hurry() -> None:
     from verl_slurm_daemon import journal
     from verl_slurm_daemon.decide import policy
-    from verl_slurm_daemon.lead import effects, loop, resume, start
+    from verl_slurm_daemon.lead import attempt_start, effects, lead_loop, resume
 
-    for module in (policy, resume, start):
+    for module in (policy, resume, attempt_start):
         module.IN_PLACE_S = (0.5,) * 20  # type: ignore[attr-defined]
-    policy.SLURM_AWAY_S = start.SLURM_AWAY_S = 0.5
-    start._LAST_WAIT_S = start._LAST_LOOK_S = journal._PATIENCE_S = 1.0
-    start._FIRST_WORD_S, loop._LOOK_SOON_S = 1.0, 0.5
+    policy.SLURM_AWAY_S = attempt_start.SLURM_AWAY_S = 0.5
+    attempt_start._LAST_WAIT_S = attempt_start._LAST_LOOK_S = journal._PATIENCE_S = 1.0
+    attempt_start._FIRST_WORD_S, lead_loop._LOOK_SOON_S = 1.0, 0.5
     effects.AGENTS_READY_S = 10.0
 
 
@@ -128,7 +128,7 @@ def _count_down(dies_at: int, count: str | None) -> None:
 def agent() -> None:
     _hungry()
     from verl_slurm_daemon.__main__ import main
-    from verl_slurm_daemon.agent import container as module
+    from verl_slurm_daemon.agent import rank_container as module
 
     if "strikes" in BENT:
         real = module.launcher_argv

@@ -20,7 +20,7 @@ from verl_slurm_daemon.journal import Status
 
 from tests.builders import make_manifest, owner, reward_switch, runtime_state
 from tests.harness import ROOT
-from verl_slurm.checkpoint.format import manifest, schema
+from verl_slurm.checkpoint.format import manifest, state_schema
 from verl_slurm.checkpoint.format.specification import CHUNK_BYTES, FileEntry, Manifest
 from verl_slurm.checkpoint.format.tensor_index import (
     Piece,
@@ -32,7 +32,7 @@ from verl_slurm.checkpoint.format.tensor_index import (
 from verl_slurm.checkpoint.store.chunks import entry_of
 from verl_slurm.config.load import dump, parse_config
 from verl_slurm.dataset.fingerprint import cache as hash_cache
-from verl_slurm.dataset.fingerprint.hashing import Hashed
+from verl_slurm.dataset.fingerprint.file_hashing import Hashed
 from verl_slurm.runtime_state.codec import encode
 from verl_slurm.runtime_state.format import Arrays
 from verl_slurm.runtime_state.record import pack
@@ -270,8 +270,8 @@ def from_saver() -> Sequence[bytes]:
 
 
 def schemas() -> Sequence[bytes]:
-    small = schema.schema_of({"RuntimeState": {"rank": "int", "step": "int"}}, "1.0")
-    return [schema.render_schema(schema.current_schema()), schema.render_schema(small)]
+    small = state_schema.schema_of({"RuntimeState": {"rank": "int", "step": "int"}}, "1.0")
+    return [state_schema.render_schema(state_schema.current_schema()), state_schema.render_schema(small)]
 
 
 def seal_schema(data: bytes) -> bytes:

@@ -30,7 +30,7 @@ from verl_slurm.base.errors import (
 from verl_slurm.base.fence import read_epoch
 from verl_slurm.base.one_line import json_line
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.format import manifest, schema
+from verl_slurm.checkpoint.format import manifest, state_schema
 from verl_slurm.checkpoint.format.tensor_index import parse_index
 from verl_slurm.checkpoint.store.frozen import check_frozen
 from verl_slurm.checkpoint.store.quarantine import put_back_unfinished
@@ -39,13 +39,13 @@ from verl_slurm.cli.show.story import Story, progress
 from verl_slurm.config import strict_yaml
 from verl_slurm.config.load import dump, parse_config
 from verl_slurm.config.schema import DataConfig
-from verl_slurm.dataset.fingerprint import cache as hash_cache, record as fingerprint
+from verl_slurm.dataset.fingerprint import cache as hash_cache, data_record as fingerprint
 from verl_slurm.dataset.prompts.rows import prompts_of
 from verl_slurm.journal.files import parse_event, read_events, to_json
 from verl_slurm.journal.history import History
 from verl_slurm.journal.status import read_status
 from verl_slurm.journal.steps import every_row, last_steps
-from verl_slurm.runs.record import last_job, steps_done
+from verl_slurm.runs.run_record import last_job, steps_done
 from verl_slurm.runtime_state import codec, ledger, rollout_records, token_log
 from verl_slurm.runtime_state.samples import read_samples
 from verl_slurm.save.writer.protocol import FromSaver
@@ -99,8 +99,8 @@ def _manifest(data: bytes) -> object:
 
 
 def _schema(data: bytes) -> object:
-    found = schema.parse_schema(data, where="here")
-    return schema.differences(found, schema.current_schema())
+    found = state_schema.parse_schema(data, where="here")
+    return state_schema.differences(found, state_schema.current_schema())
 
 
 def _ledger(paths: RunPaths) -> object:

@@ -31,16 +31,16 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built-in model, hardly trained, with heads of 64: every engine and kernel takes those."""
-    from verl_slurm.quickstart import model
+    from verl_slurm.quickstart import tiny_model
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model, "_WARM_STEPS", 20)
-        return model.build_model(tmp_path_factory.mktemp("tiny") / "tiny", head_dim=64)
+        patch.setattr(tiny_model, "_WARM_STEPS", 20)
+        return tiny_model.build_model(tmp_path_factory.mktemp("tiny") / "tiny", head_dim=64)
 
 
 @pytest.fixture(scope="session")
 def sums_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built-in data's train root."""
-    from verl_slurm.quickstart.data import build_data
+    from verl_slurm.quickstart.arithmetic_data import build_data
 
     return build_data(tmp_path_factory.mktemp("sums") / "sums")

@@ -14,7 +14,7 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import DistributedConfig, RunConfig
-from verl_slurm.dataset.fingerprint.record import Fingerprint
+from verl_slurm.dataset.fingerprint.data_record import Fingerprint
 from verl_slurm.runtime_state.codec import decode, encode
 from verl_slurm.save.ranks import rng
 from verl_slurm.trainer import determinism

@@ -7,7 +7,7 @@ import pytest
 from verl_slurm_daemon.agent.node_check import order_for
 
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.config.services import ServiceConfig
+from verl_slurm.config.services_section import ServiceConfig
 from verl_slurm.health.nodes import judge_clock, look_at_mounts, look_at_room
 
 

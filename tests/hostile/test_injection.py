@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from verl_slurm_daemon.agent.agent_log import AgentLog
 from verl_slurm_daemon.journal import Journal, Status, log_line
-from verl_slurm_daemon.lead.metrics_page import LeadMetrics
+from verl_slurm_daemon.lead.lead_metrics import LeadMetrics
 
 from tests.builders import write_config
 from tests.cli.conftest import (
@@ -27,7 +27,7 @@ from verl_slurm.base.one_line import json_line, printable
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import ObservabilityConfig, RunConfig
-from verl_slurm.config.tiers import TierConfig
+from verl_slurm.config.tiers_section import TierConfig
 from verl_slurm.journal.events import (
     KINDS,
     Avoid,

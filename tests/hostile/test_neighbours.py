@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from verl_slurm_daemon.agent.metrics_page import AgentMetrics
+from verl_slurm_daemon.agent.node_metrics import AgentMetrics
 from verl_slurm_daemon.agent.rank_socket import RankSocket
 from verl_slurm_daemon.journal import Status
-from verl_slurm_daemon.lead.metrics_page import LeadMetrics
+from verl_slurm_daemon.lead.lead_metrics import LeadMetrics
 from verl_slurm_daemon.link.channel import AgentLink, serve
 
 from tests.hostile.racing import FORK, PATIENCE_S, processes

@@ -272,7 +272,7 @@ def everybody(tmp_path: Path, saves: int, seconds: float) -> dict[str, int]:
     assert verify(newest.path).ok
     backend = tiers[0].backend
     assert backend is not None
-    # What a copy has left that was given up goes in the pass after a newer one was verified (`tiers.plan`, rule 6).
+    # What a copy has left that was given up goes in the pass after a newer one was verified (`tier_plan`, rule 6).
     assert sync(paths, config_of(), tiers=tiers).ok
     copies = survey(paths, tiers, Memory(paths))[1].copies
     for copy in copies:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from verl_slurm_daemon.agent import rank_socket
 from verl_slurm_daemon.agent.rank_socket import RankSocket
-from verl_slurm_daemon.lead.second_copy import run_bring_home
+from verl_slurm_daemon.lead.nodes_copies import run_bring_home
 
 from tests.cli.conftest import (
     Cli,
@@ -266,7 +266,7 @@ def test_a_place_in_a_tier_that_somebody_made_before_is_refused(
     kind: str, scratch: Path, precious: Path, tmp_path: Path
 ) -> None:
     from tests.tiers.conftest import Bytes, entry
-    from verl_slurm.config.tiers import TierConfig
+    from verl_slurm.config.tiers_section import TierConfig
     from verl_slurm.tiers.posix import PosixBackend
 
     squat(kind, scratch / "verl-slurm", precious)
@@ -284,7 +284,7 @@ def test_a_place_in_a_tier_that_somebody_made_before_is_refused(
 
 @pytest.mark.parametrize("name", ["control", "checkpoints", "ledger", "logs"])
 def test_a_lead_does_not_work_in_a_directory_of_another_user_s(name: str, node: Node, precious: Path) -> None:
-    from verl_slurm_daemon.lead.loop import run_lead
+    from verl_slurm_daemon.lead.lead_loop import run_lead
 
     place = node.paths.root / name
     private_dir(place)

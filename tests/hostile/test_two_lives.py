@@ -19,7 +19,7 @@ from verl_slurm.base.fence import read_epoch
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.verify import verify
-from verl_slurm.runs.record import read_status
+from verl_slurm.runs.run_record import read_status
 
 pytestmark = pytest.mark.torch
 

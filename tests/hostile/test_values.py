@@ -21,8 +21,8 @@ from verl_slurm.base.fence import read_epoch
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.manifest import parse as parse_manifest
+from verl_slurm.cli.command_options import Number, Whole
 from verl_slurm.cli.main import COMMANDS, cli as group
-from verl_slurm.cli.options import Number, Whole
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
 

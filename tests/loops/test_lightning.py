@@ -15,7 +15,7 @@ from tests.fakes.daemon import Daemon
 from tests.loops.frames_kit import Run, save, stop
 from verl_slurm.base.errors import ConfigError, DataError
 from verl_slurm.checkpoint.store.verify import verify
-from verl_slurm.loops.data import ResumableDataLoader
+from verl_slurm.loops.stateful_data import ResumableDataLoader
 from verl_slurm.wire.messages import Finished, RankNotice, RankSaved, SaveStarted
 
 pytestmark = [

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from verl_slurm_daemon.journal import Status
-from verl_slurm_daemon.lead.metrics_page import LeadMetrics
+from verl_slurm_daemon.lead.lead_metrics import LeadMetrics
 
 from tests.alert_receiver import listening
 from tests.builders import run_config

@@ -8,12 +8,12 @@ import pytest
 from tests.builders import run_config
 from verl_slurm.base.errors import SlurmMissing
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.doctor.places import PlaceReport
-from verl_slurm.plan import facts
-from verl_slurm.plan.inputs import KnownValue, complete
-from verl_slurm.slurm.client import SlurmClient
+from verl_slurm.doctor.storage_probe import PlaceReport
+from verl_slurm.plan import plan_facts
+from verl_slurm.plan.plan_inputs import KnownValue, complete
 from verl_slurm.slurm.facts import PartitionFacts
 from verl_slurm.slurm.parse import PastJobs
+from verl_slurm.slurm.slurm_client import SlurmClient
 
 
 class Told(SlurmClient):
@@ -52,7 +52,7 @@ PAST = PastJobs(waits_s=(10.0, 20.0, 90.0), ran_s=4 * 86400.0, thrown_out=6)
 
 
 def told(client: Told) -> tuple[dict[str, KnownValue], list[str]]:
-    return asyncio.run(facts.from_slurm(run_config(), client))
+    return asyncio.run(plan_facts.from_slurm(run_config(), client))
 
 
 def test_slurm_tells_grace_queue_and_how_often_it_preempts() -> None:
@@ -91,17 +91,21 @@ def test_a_slurm_that_does_not_answer_leaves_assumptions_and_a_line() -> None:
 def test_a_small_state_is_not_taken_for_one_whose_size_is_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(facts, "checkpoint_size", lambda config, committed: (1_270_000, 8, "an estimate"))
-    found, _ = facts.from_storage(run_config(), RunPaths(tmp_path), lambda place: pytest.fail("not worth it"))
+    monkeypatch.setattr(
+        plan_facts, "checkpoint_size", lambda config, committed: (1_270_000, 8, "an estimate")
+    )
+    found, _ = plan_facts.from_storage(
+        run_config(), RunPaths(tmp_path), lambda place: pytest.fail("not worth it")
+    )
     assert complete(found, run_config())["emergency_s"].value < 5
 
 
 def test_a_large_state_is_saved_as_fast_as_the_storage_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(facts, "checkpoint_size", lambda config, committed: (10**10, 8, "an estimate"))
+    monkeypatch.setattr(plan_facts, "checkpoint_size", lambda config, committed: (10**10, 8, "an estimate"))
     report = PlaceReport(path=str(tmp_path), write_bytes_per_s=2e9)
-    found, notes = facts.from_storage(run_config(), RunPaths(tmp_path), lambda place: report)
+    found, notes = plan_facts.from_storage(run_config(), RunPaths(tmp_path), lambda place: report)
     assert (found["durable_s"].value, found["durable_s"].source) == (5.0, "doctor")
     assert notes == []
     # What follows from a measured speed is no assumption any more.

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 from verl_slurm.checkpoint.decide.cadence import daly_interval_s
 from verl_slurm.config.schema import CheckpointConfig
-from verl_slurm.plan.inputs import schedule_of
+from verl_slurm.plan.plan_inputs import schedule_of
 from verl_slurm.plan.simulate import (
     NEVER,
     RunModel,

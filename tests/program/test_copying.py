@@ -9,8 +9,8 @@ import pytest
 from verl_slurm.base.errors import ConfigError, DataError, Fenced
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.dataset.fingerprint.entries import FileDigest, render, sealed
+from verl_slurm.program.code_record import files_of
 from verl_slurm.program.copying import check_copy, copy_tree, read_tree
-from verl_slurm.program.record import files_of
 
 NAMES = ["data", "link", "parts/loop.py", "run.sh", "train.py"]
 

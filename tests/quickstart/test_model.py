@@ -7,7 +7,7 @@ import torch
 
 from verl_slurm.config.load import load
 from verl_slurm.config.schema import DataConfig
-from verl_slurm.quickstart import model
+from verl_slurm.quickstart import tiny_model
 from verl_slurm.quickstart.__main__ import resolve_data, resolve_model
 from verl_slurm.trainer.data import PromptData, load_tokenizer
 from verl_slurm.trainer.reward.scoring import build_reward, decode_responses
@@ -19,16 +19,16 @@ QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
 def test_the_working_of_a_sum() -> None:
-    assert model.worked("27+15=", "42") == "12 04 42"
-    assert model.worked("59+69=", "128") == "18 12 128"
+    assert tiny_model.worked("27+15=", "42") == "12 04 42"
+    assert tiny_model.worked("59+69=", "128") == "18 12 128"
 
 
 def test_building_is_the_same_bits_and_leaves_torch_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model, "_WARM_STEPS", 20)
+    monkeypatch.setattr(tiny_model, "_WARM_STEPS", 20)
     before = torch.get_rng_state(), torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    first, second = (model.build_model(tmp_path / name) for name in ("first", "second"))
+    first, second = (tiny_model.build_model(tmp_path / name) for name in ("first", "second"))
     files = sorted(path.name for path in first.iterdir())
     assert files == sorted(path.name for path in second.iterdir())
     for name in files:
@@ -39,15 +39,15 @@ def test_building_is_the_same_bits_and_leaves_torch_as_it_was(
 
 
 def test_a_built_model_is_not_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "_WARM_STEPS", 20)
-    directory = model.build_model(tmp_path / "tiny")
-    monkeypatch.setattr(model, "_warm_start", None)
-    assert model.build_model(directory) == directory
+    monkeypatch.setattr(tiny_model, "_WARM_STEPS", 20)
+    directory = tiny_model.build_model(tmp_path / "tiny")
+    monkeypatch.setattr(tiny_model, "_warm_start", None)
+    assert tiny_model.build_model(directory) == directory
 
 
 def test_the_tokenizer_is_read_back_as_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "_WARM_STEPS", 20)
-    tokenizer = load_tokenizer(model.build_model(tmp_path / "tiny"))
+    monkeypatch.setattr(tiny_model, "_WARM_STEPS", 20)
+    tokenizer = load_tokenizer(tiny_model.build_model(tmp_path / "tiny"))
     for text in ("27+15=", "a b\n1", "Zürich 𝔸"):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert len(tokenizer("27+15=")["input_ids"]) == 6

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from verl_slurm.report.curves import Steps
-from verl_slurm.report.facts import RunCurve
+from verl_slurm.report.report_facts import RunCurve
 
 
 def rows(*steps: int, attempt: int = 1, **columns: float) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ from verl_slurm.report.page import render_list
 from verl_slurm.report.serve import Server
 from verl_slurm.runs import follow_many
 from verl_slurm.runs.glance import Glance
-from verl_slurm.slurm.client import SlurmClient
+from verl_slurm.slurm.slurm_client import SlurmClient
 
 
 @pytest.fixture

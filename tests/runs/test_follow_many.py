@@ -15,7 +15,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.journal.events import Event, kind_of
 from verl_slurm.runs import follow_many as fleet_follow
 from verl_slurm.runs.follow_many import FleetWatch, Followed, state_after
-from verl_slurm.slurm.client import SlurmClient
+from verl_slurm.slurm.slurm_client import SlurmClient
 
 Act = Callable[[], object]
 

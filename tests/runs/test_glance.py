@@ -14,7 +14,7 @@ from verl_slurm.base.errors import SlurmMissing
 from verl_slurm.journal import files
 from verl_slurm.journal.status import read_status
 from verl_slurm.runs.glance import Glance, Seen, ask_for, find_runs, glance, glance_at_all, state_of
-from verl_slurm.slurm.client import SlurmClient
+from verl_slurm.slurm.slurm_client import SlurmClient
 
 Questions = list[set[int]]
 LONG = 800

@@ -16,9 +16,9 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import birth_of
 from verl_slurm.journal.history import Submission
 from verl_slurm.runs.liveness import job_state, leads
-from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.facts import JobFacts
 from verl_slurm.slurm.parse import parse_job
+from verl_slurm.slurm.slurm_client import SlurmClient
 
 GOLDEN = Path(__file__).parents[1] / "slurm/golden"
 

@@ -13,7 +13,7 @@ from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.journal import files
 from verl_slurm.runs.glance import glance
-from verl_slurm.runs.record import last_job
+from verl_slurm.runs.run_record import last_job
 
 
 def journal(paths: RunPaths, *events: dict[str, object]) -> None:

@@ -11,8 +11,8 @@ from torch import nn
 
 from tests.builders import runtime_state
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.format.schema import current_schema, render_schema
 from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, Topology
+from verl_slurm.checkpoint.format.state_schema import current_schema, render_schema
 from verl_slurm.config.schema import EncryptionConfig
 from verl_slurm.runtime_state.format import RuntimeState
 from verl_slurm.save.ranks.collective import Collective

@@ -18,13 +18,13 @@ from verl_slurm.base.keys import Keyring, MasterKey, new_key_file, read_key_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.encryption import TAG_BYTES
 from verl_slurm.checkpoint.format.manifest import render, sealed
-from verl_slurm.checkpoint.format.schema import current_schema, render_schema
 from verl_slurm.checkpoint.format.specification import (
     CHUNK_BYTES,
     MANIFEST,
     SCHEMA_VERSION,
     FileEntry,
 )
+from verl_slurm.checkpoint.format.state_schema import current_schema, render_schema
 from verl_slurm.checkpoint.store.chunks import entry_of
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.config.schema import EncryptionConfig

@@ -17,11 +17,11 @@ from verl_slurm.checkpoint.format.encryption import TAG_BYTES, CheckpointCipher
 from verl_slurm.checkpoint.format.specification import CHUNK_BYTES
 from verl_slurm.checkpoint.store.chunks import entry_of
 from verl_slurm.config.schema import EncryptionConfig
-from verl_slurm.save.writer import sealing as module
+from verl_slurm.save.writer import file_sealing as module
 from verl_slurm.save.writer.arena import Arena
+from verl_slurm.save.writer.file_sealing import Sealer
 from verl_slurm.save.writer.handle import SaverDied, SaverProcess
 from verl_slurm.save.writer.protocol import ArenaFile, Sealing, Write, Written
-from verl_slurm.save.writer.sealing import Sealer
 from verl_slurm.save.writer.writing import write_and_hash
 
 KEY, OTHER = MasterKey(bytes(range(32))), MasterKey(bytes(range(1, 33)))

@@ -15,11 +15,11 @@ import pytest
 
 from verl_slurm.base.errors import NotFound, SlurmMissing, SlurmRefused
 from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.facts import JobFacts
 from verl_slurm.slurm.parse import parse_job
 from verl_slurm.slurm.requeue_rules import RequeueOutcome, is_answer, refuse_requeue
 from verl_slurm.slurm.runner import Completed, telling
+from verl_slurm.slurm.slurm_client import SlurmClient
 
 GOLDEN = Path(__file__).parent / "golden"
 Stub = Callable[..., SlurmClient]
@@ -302,8 +302,8 @@ def test_a_requeued_job_runs_again_after_the_short_delay(
 
 INSIDE = """
 import asyncio, os, signal, sys
-from verl_slurm.slurm.client import SlurmClient
-from verl_slurm.slurm.environment import SlurmJob
+from verl_slurm.slurm.slurm_client import SlurmClient
+from verl_slurm.slurm.slurm_environment import SlurmJob
 job = SlurmJob.from_environ(os.environ)
 if job.restart_count < 3:
     signal.signal(signal.SIGTERM, lambda *_: None)  # a handler, as the lead has: it does not survive exec

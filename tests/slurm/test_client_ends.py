@@ -13,10 +13,10 @@ import pytest
 
 from verl_slurm.base.errors import SlurmMissing
 from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.slurm import client as module
-from verl_slurm.slurm.client import SlurmClient
+from verl_slurm.slurm import slurm_client as module
 from verl_slurm.slurm.requeue_rules import refuse_requeue
 from verl_slurm.slurm.runner import Completed
+from verl_slurm.slurm.slurm_client import SlurmClient
 
 GOLDEN = Path(__file__).parent / "golden"
 PARTITION = (
@@ -161,8 +161,8 @@ INSIDE = """
 import asyncio, os, signal, sys
 from datetime import UTC, datetime
 from verl_slurm.slurm.cause import decide_cause
-from verl_slurm.slurm.client import SlurmClient
-from verl_slurm.slurm.environment import SlurmJob
+from verl_slurm.slurm.slurm_client import SlurmClient
+from verl_slurm.slurm.slurm_environment import SlurmJob
 job = SlurmJob.from_environ(os.environ)
 if job.restart_count:
     sys.exit(print("again", flush=True))

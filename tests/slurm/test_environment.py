@@ -1,7 +1,7 @@
 import pytest
 
 from verl_slurm.base.errors import SlurmMissing
-from verl_slurm.slurm.environment import SlurmJob
+from verl_slurm.slurm.slurm_environment import SlurmJob
 
 FIRST = {
     "SLURM_JOB_ID": "2",

@@ -13,10 +13,10 @@ import pytest
 from tests.builders import run_config
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.slurm.batch import sbatch_options, sbatch_parameters
-from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.requeue_rules import offered
+from verl_slurm.slurm.slurm_client import SlurmClient
 from verl_slurm.submit.executor import render_script
-from verl_slurm.submit.plan import SubmissionPlan
+from verl_slurm.submit.submission_plan import SubmissionPlan
 
 OLD = "              [--requeue] [--no-requeue] [--ntasks-per-node=n] [--propagate]\n"
 NEW = "              [--requeue[=expedite]] [--no-requeue] [--ntasks-per-node=n]\n"

@@ -19,8 +19,8 @@ from tests.processes import captured
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import fail_node, preempt, restore_node
 from verl_slurm.slurm.cause import JobCause, Trigger, decide_cause
-from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.facts import JobFacts
+from verl_slurm.slurm.slurm_client import SlurmClient
 
 pytestmark = [pytest.mark.slurm, pytest.mark.long]
 

@@ -9,8 +9,8 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.health.bad_nodes import folder, remember
 from verl_slurm.slurm.batch import sbatch_parameters
 from verl_slurm.slurm.facts import PartitionFacts
-from verl_slurm.submit.checks import bad_nodes as module
-from verl_slurm.submit.checks.bad_nodes import nodes_to_avoid
+from verl_slurm.submit.checks import avoided_nodes as module
+from verl_slurm.submit.checks.avoided_nodes import nodes_to_avoid
 from verl_slurm.submit.checks.preflight import SlurmSays
 
 SAYS = SlurmSays(

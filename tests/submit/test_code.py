@@ -15,15 +15,15 @@ from verl_slurm.cli.show.story import tell
 from verl_slurm.config.load import load
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal.files import read_events
+from verl_slurm.program.code_record import CodeRecord, read_record
 from verl_slurm.program.programs import Moves
-from verl_slurm.program.record import CodeRecord, read_record
 from verl_slurm.submit import submission
-from verl_slurm.submit.checks import code as checks
-from verl_slurm.submit.checks.code import plan_code
-from verl_slurm.submit.checks.inputs import absolute
-from verl_slurm.submit.plan import CodePlan, SubmissionPlan
+from verl_slurm.submit.checks import code_trees as checks
+from verl_slurm.submit.checks.code_trees import plan_code
+from verl_slurm.submit.checks.model_and_reward import absolute
 from verl_slurm.submit.relative_paths import Places
 from verl_slurm.submit.submission import carry_out, plan_submission
+from verl_slurm.submit.submission_plan import CodePlan, SubmissionPlan
 
 pytestmark = pytest.mark.slow
 

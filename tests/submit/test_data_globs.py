@@ -10,7 +10,7 @@ import pytest
 from tests.builders import run_config
 from verl_slurm.base.errors import DataError
 from verl_slurm.dataset.prompts.choice import choose, missing_shards, takes, unfinished_downloads
-from verl_slurm.submit.checks.data import check_data
+from verl_slurm.submit.checks.prompt_data import check_data
 
 
 def chosen(pattern: str, *names: str) -> list[str]:

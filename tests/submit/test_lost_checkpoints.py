@@ -33,12 +33,12 @@ from verl_slurm.checkpoint.store.frozen import record_frozen
 from verl_slurm.checkpoint.store.run_config import note_trained_with
 from verl_slurm.config.load import load_own, load_resolved
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.dataset.fingerprint.record import Drift, fingerprint
+from verl_slurm.dataset.fingerprint.data_record import Drift, fingerprint
 from verl_slurm.runtime_state.segment import frame, head
 from verl_slurm.submit.checks import resume_point
 from verl_slurm.submit.checks.preflight import check_run_dir
-from verl_slurm.submit.plan import SubmissionPlan
 from verl_slurm.submit.submission import carry_out, check_drift, plan_submission
+from verl_slurm.submit.submission_plan import SubmissionPlan
 from verl_slurm.submit.undoing import only_submitter
 
 

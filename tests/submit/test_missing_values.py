@@ -10,7 +10,7 @@ from tests.builders import run_config
 from verl_slurm.base.errors import DataError
 from verl_slurm.config.schema import DataConfig
 from verl_slurm.dataset.prompts.look import PromptsLook, PromptsRequest, look_at
-from verl_slurm.submit.checks.data import check_data
+from verl_slurm.submit.checks.prompt_data import check_data
 
 GOOD = {"prompt": "1+1=", "answer": "2"}
 

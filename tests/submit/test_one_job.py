@@ -18,13 +18,13 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.journal import events as ev
 from verl_slurm.journal.files import append_event, read_events
 from verl_slurm.runs.liveness import job_state
-from verl_slurm.runs.record import last_job
 from verl_slurm.runs.requests import cancel_run
+from verl_slurm.runs.run_record import last_job
 from verl_slurm.slurm.runner import telling
 from verl_slurm.submit.checks.slurm_verdict import judge_script
 from verl_slurm.submit.executor import MayBeQueued
-from verl_slurm.submit.plan import SubmissionPlan
 from verl_slurm.submit.submission import carry_out, plan_submission
+from verl_slurm.submit.submission_plan import SubmissionPlan
 
 GOLDEN = Path(__file__).parent.parent / "slurm" / "golden"
 

@@ -12,7 +12,7 @@ from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.slurm.batch import sbatch_options, sbatch_parameters, unwanted_environment
 from verl_slurm.slurm.facts import PartitionFacts
-from verl_slurm.submit.checks.inputs import (
+from verl_slurm.submit.checks.model_and_reward import (
     BUILTIN_DATA,
     BUILTIN_MODELS,
     RULES,
@@ -221,7 +221,7 @@ def test_this_machine_is_chosen_only_where_there_is_no_slurm(
 @pytest.mark.torch
 def test_the_names_known_here_are_the_names_there_are() -> None:
     from verl_slurm.quickstart.__main__ import _HEAD_DIMS, resolve_data, resolve_model
-    from verl_slurm.quickstart.model import _config, _tokenizer
+    from verl_slurm.quickstart.tiny_model import _config, _tokenizer
     from verl_slurm.trainer.reward.scoring import RULES as REAL_RULES
 
     assert set(RULES) == set(REAL_RULES)

@@ -8,8 +8,8 @@ from tests.harness import ROOT
 from verl_slurm.base.errors import SlurmRefused
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.submit import submission
-from verl_slurm.submit.plan import SubmissionPlan
 from verl_slurm.submit.submission import carry_out, plan_submission
+from verl_slurm.submit.submission_plan import SubmissionPlan
 
 
 @pytest.mark.scenario("USE08")

@@ -13,7 +13,7 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.config.schema import DataConfig
 from verl_slurm.dataset.prompts.directory import prompts_below
 from verl_slurm.dataset.prompts.look import PromptsRequest, WantedRows, look_at, look_at_rows
-from verl_slurm.submit.checks.data import check_data, recognize
+from verl_slurm.submit.checks.prompt_data import check_data, recognize
 
 BAD = "bad \ud83d text"
 GOOD = {"prompt": "1+1=", "answer": "2"}

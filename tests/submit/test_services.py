@@ -9,13 +9,13 @@ import pytest
 
 from tests.builders import run_config
 from verl_slurm.base.errors import ConfigError, DataError, PermissionRefused
-from verl_slurm.config.hooks import HooksConfig
+from verl_slurm.config.hooks_section import HooksConfig
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.config.services import ServiceConfig
+from verl_slurm.config.services_section import ServiceConfig
 from verl_slurm.slurm.batch import batch_script, component_lines, sbatch_parameters
-from verl_slurm.submit.checks.inputs import absolute
+from verl_slurm.submit.checks.model_and_reward import absolute
 from verl_slurm.submit.checks.preflight import check_hooks
-from verl_slurm.submit.checks.services import check_services
+from verl_slurm.submit.checks.service_programs import check_services
 from verl_slurm.submit.executor import with_components
 from verl_slurm.submit.relative_paths import Places
 

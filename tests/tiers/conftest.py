@@ -23,12 +23,12 @@ from verl_slurm.checkpoint.format.specification import FileEntry
 from verl_slurm.checkpoint.store.chunks import entry_of
 from verl_slurm.checkpoint.store.commit import commit
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.config.tiers import TierConfig
+from verl_slurm.config.tiers_section import TierConfig
 from verl_slurm.tiers import multipart
 from verl_slurm.tiers.backend import Backend
 from verl_slurm.tiers.census import OpenTier
-from verl_slurm.tiers.layout import run_prefix
 from verl_slurm.tiers.opening import open_backend
+from verl_slurm.tiers.tier_layout import run_prefix
 
 _LOADER = botocore.session.create_loader()  # reading what S3 is takes half a second each time
 NOW = datetime(2026, 1, 31, tzinfo=UTC)

@@ -21,14 +21,14 @@ from verl_slurm.base.errors import CheckpointCorrupt, TierError
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.specification import FileEntry
 from verl_slurm.checkpoint.store.verify import verify
-from verl_slurm.config.tiers import TierConfig
+from verl_slurm.config.tiers_section import TierConfig
 from verl_slurm.tiers import multipart
 from verl_slurm.tiers.backend import Backend, ObjectInfo, Source
 from verl_slurm.tiers.census import Memory, OpenTier, survey
 from verl_slurm.tiers.fetch import fetch
 from verl_slurm.tiers.mover import Pass, look, sync
 from verl_slurm.tiers.opening import mover_lock, open_backend
-from verl_slurm.tiers.plan import TierState
+from verl_slurm.tiers.tier_plan import TierState
 from verl_slurm.tiers.transfer import verify_copy
 
 pytestmark = pytest.mark.slow

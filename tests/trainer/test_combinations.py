@@ -25,7 +25,7 @@ from verl_slurm.config.roles import eval_metrics, step_metrics
 from verl_slurm.config.schema import (
     RunConfig,
 )
-from verl_slurm.quickstart import model as quickstart_model
+from verl_slurm.quickstart import tiny_model as quickstart_model
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.save.ranks.compare import compare
 from verl_slurm.trainer import setup

@@ -1,6 +1,6 @@
 """What a save costs is by how much longer the steps beside it are; every second here is given, none is measured."""
 
-from verl_slurm.trainer.pace import CostMeter
+from verl_slurm.trainer.save_pace import CostMeter
 
 
 class Clock:

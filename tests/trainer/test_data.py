@@ -16,7 +16,7 @@ from tests.builders import run_config
 from verl_slurm.base.bounded import vocabulary_of
 from verl_slurm.base.errors import DataError
 from verl_slurm.config.schema import DataConfig
-from verl_slurm.submit.checks.data import check_data
+from verl_slurm.submit.checks.prompt_data import check_data
 from verl_slurm.trainer.data import PromptData, begin_token, load_tokenizer
 
 pytestmark = pytest.mark.torch

@@ -8,7 +8,7 @@ import torch
 from tests.fakes.daemon import Daemon
 from verl_slurm.loops.session import Session
 from verl_slurm.trainer.measures.stopwatch import GpuMemory
-from verl_slurm.trainer.report import Reporter
+from verl_slurm.trainer.reporter import Reporter
 from verl_slurm.trainer.state.position import Position
 from verl_slurm.wire.messages import Progress
 

@@ -48,15 +48,15 @@ from verl_slurm.config.schema import (
     EncryptionConfig,
 )
 from verl_slurm.loops.session import Session
-from verl_slurm.quickstart import model as quickstart_model
-from verl_slurm.quickstart.data import build_data
+from verl_slurm.quickstart import tiny_model as quickstart_model
+from verl_slurm.quickstart.arithmetic_data import build_data
 from verl_slurm.save.ranks.collective import Collective, RanksFailed
 from verl_slurm.save.ranks.compare import compare
 from verl_slurm.save.ranks.saver import SavedCheckpoint
 from verl_slurm.trainer import loop as loop_module
 from verl_slurm.trainer.loop import Ending, FinalSaveFailed, Loop, SaverLost
-from verl_slurm.trainer.pace import SavePace
-from verl_slurm.trainer.report import Reporter
+from verl_slurm.trainer.reporter import Reporter
+from verl_slurm.trainer.save_pace import SavePace
 from verl_slurm.trainer.state.position import Position, StepShape
 from verl_slurm.trainer.state.train_state import TrainState, fresh_state
 from verl_slurm.wire.client import MAX_MESSAGE, SOCKET_NAME

@@ -46,7 +46,7 @@ def _columns(rows: Sequence[int]) -> Batch:
 
 
 def _sampled(rank: int, dp_size: int, generation: int) -> list[int]:
-    """Which rows a rank has sampled, as `trainer.step` does it: micro-batch `index * dp + rank`."""
+    """Which rows a rank has sampled, as `trainer.learner` does it: micro-batch `index * dp + rank`."""
     pieces = range(ROWS // generation // dp_size)
     starts = [(index * dp_size + rank) * generation for index in pieces]
     return [row for start in starts for row in range(start, start + generation)]

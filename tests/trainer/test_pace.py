@@ -14,8 +14,8 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import CheckpointConfig, StepInterval
 from verl_slurm.loops.session import Session
 from verl_slurm.save.ranks.collective import Collective
-from verl_slurm.trainer.pace import SavePace
-from verl_slurm.trainer.report import Reporter
+from verl_slurm.trainer.reporter import Reporter
+from verl_slurm.trainer.save_pace import SavePace
 from verl_slurm.trainer.state.position import Position
 from verl_slurm.trainer.state.train_state import TrainState, fresh_state
 

@@ -9,8 +9,8 @@ import pytest
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.loops.session import Session
 from verl_slurm.save.ranks.saver import SavedCheckpoint
-from verl_slurm.trainer import report
-from verl_slurm.trainer.report import Reporter
+from verl_slurm.trainer import reporter
+from verl_slurm.trainer.reporter import Reporter
 from verl_slurm.wire.client import NoDaemon
 from verl_slurm.wire.messages import FromRank, RankNotice, RankSaved, RankSaveFailed
 
@@ -153,7 +153,7 @@ def test_other_ranks_keep_silent(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert line.messages == []
     assert capfd.readouterr() == ("", "")
     assert not (tmp_path / "curves").exists()
-    assert report.progress_line(ROW, TIMINGS, 2).startswith("step 1/2")
+    assert reporter.progress_line(ROW, TIMINGS, 2).startswith("step 1/2")
 
 
 def test_saves_have_curves_of_their_own_and_failures_are_counted(
@@ -176,9 +176,9 @@ def test_saves_have_curves_of_their_own_and_failures_are_counted(
 
 
 def test_a_step_without_a_critic_is_told_without_its_loss() -> None:
-    assert "value loss 0.0000" in report.progress_line(ROW, TIMINGS, 2)
+    assert "value loss 0.0000" in reporter.progress_line(ROW, TIMINGS, 2)
     row = {name: value for name, value in ROW.items() if name != "value_loss"}
-    line = report.progress_line(row, TIMINGS, 2)
+    line = reporter.progress_line(row, TIMINGS, 2)
     assert "value" not in line
     assert "policy loss +0.0000  1 tokens/s" in line
 

@@ -24,8 +24,8 @@ from verl_slurm.base.errors import (
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.format.schema import current_schema, render_schema, schema_of
 from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, Topology
+from verl_slurm.checkpoint.format.state_schema import current_schema, render_schema, schema_of
 from verl_slurm.checkpoint.store.chunks import entry_of
 from verl_slurm.checkpoint.store.frozen import store_frozen
 from verl_slurm.config.load import dump
@@ -34,7 +34,7 @@ from verl_slurm.config.schema import (
     EncryptionConfig,
     TrainConfig,
 )
-from verl_slurm.dataset.fingerprint.record import fingerprint
+from verl_slurm.dataset.fingerprint.data_record import fingerprint
 from verl_slurm.runtime_state import ledger
 from verl_slurm.runtime_state.ledger import Ledger
 from verl_slurm.save.ranks.collective import Collective

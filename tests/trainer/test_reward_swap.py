@@ -24,13 +24,13 @@ from verl_slurm.base.errors import DataError, VerlSlurmError
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.inspect.contents import known_manifest
-from verl_slurm.dataset.fingerprint.record import fingerprint
+from verl_slurm.dataset.fingerprint.data_record import fingerprint
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.save.ranks.compare import compare
 from verl_slurm.trainer.loop import Loop
-from verl_slurm.trainer.report import Reporter
+from verl_slurm.trainer.reporter import Reporter
 from verl_slurm.trainer.reward import swap
-from verl_slurm.trainer.reward.files import start_reward
+from verl_slurm.trainer.reward.reward_files import start_reward
 from verl_slurm.trainer.reward.swap import LiveReward, RewardSwap
 from verl_slurm.trainer.state.position import Position
 from verl_slurm.trainer.state.reward_state import RewardState

@@ -14,7 +14,7 @@ from transformers import (
 
 from tests.builders import run_config
 from verl_slurm.base.errors import ConfigError, DataError
-from verl_slurm.submit.checks.inputs import check_reward
+from verl_slurm.submit.checks.model_and_reward import check_reward
 from verl_slurm.trainer.data import load_tokenizer
 from verl_slurm.trainer.reward.scoring import ClassifierReward, arithmetic, build_reward, decode_responses
 

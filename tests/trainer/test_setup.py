@@ -8,7 +8,7 @@ import pytest
 from tests.fakes.daemon import Daemon
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.dataset.fingerprint.record import Fingerprint, fingerprint
+from verl_slurm.dataset.fingerprint.data_record import Fingerprint, fingerprint
 from verl_slurm.loops.session import Session
 from verl_slurm.trainer.state import frozen_copies
 from verl_slurm.trainer.state.frozen_copies import FrozenCopies

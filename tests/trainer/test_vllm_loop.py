@@ -18,7 +18,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config import load
 from verl_slurm.config.schema import DistributedConfig
-from verl_slurm.quickstart import model as quickstart_model
+from verl_slurm.quickstart import tiny_model as quickstart_model
 
 pytestmark = [
     pytest.mark.torch,

@@ -102,11 +102,11 @@ class Bench:
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory, sums_root: Path) -> Bench:
-    from verl_slurm.quickstart import model
+    from verl_slurm.quickstart import tiny_model
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model, "_WARM_STEPS", 20)
-        return Bench(model.build_model(tmp_path_factory.mktemp("wide") / "wide", head_dim=32), sums_root)
+        patch.setattr(tiny_model, "_WARM_STEPS", 20)
+        return Bench(tiny_model.build_model(tmp_path_factory.mktemp("wide") / "wide", head_dim=32), sums_root)
 
 
 def rows(batch: Batch, which: slice | list[int]) -> Batch:

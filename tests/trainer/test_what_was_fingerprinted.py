@@ -71,7 +71,7 @@ def _other_weights(model: Path) -> bytes:
 
 def test_weights_swapped_by_rename_while_they_are_loaded_are_never_seen(model: Path) -> None:
     """No internals would do: between hashing and loading there is no event that another process could wait for."""
-    from verl_slurm.dataset.fingerprint.record import fingerprint
+    from verl_slurm.dataset.fingerprint.data_record import fingerprint
     from verl_slurm.trainer.models import load_causal_lm
     from verl_slurm.trainer.state.pinned_model import pinned_model
 
@@ -92,7 +92,7 @@ def test_weights_swapped_by_rename_while_they_are_loaded_are_never_seen(model: P
 
 
 def test_weights_written_to_while_they_are_loaded_and_put_back_are_refused(model: Path) -> None:
-    from verl_slurm.dataset.fingerprint.record import fingerprint
+    from verl_slurm.dataset.fingerprint.data_record import fingerprint
     from verl_slurm.trainer.models import load_causal_lm
     from verl_slurm.trainer.state.pinned_model import pinned_model
 
@@ -112,7 +112,7 @@ def test_weights_written_to_while_they_are_loaded_and_put_back_are_refused(model
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
 def test_a_model_file_swapped_after_the_fingerprint_is_refused_by_name(model: Path, name: str) -> None:
-    from verl_slurm.dataset.fingerprint.record import fingerprint
+    from verl_slurm.dataset.fingerprint.data_record import fingerprint
     from verl_slurm.trainer.models import load_causal_lm
     from verl_slurm.trainer.state.pinned_model import pinned_model
 

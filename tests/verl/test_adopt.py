@@ -15,10 +15,10 @@ from verl_slurm.base.tree import Entry, list_tree
 from verl_slurm.checkpoint.decide.storage import Need, Room
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
-from verl_slurm.verl import adopt as module, copying, shards
+from verl_slurm.verl import adopt as module, shards, step_copying
 from verl_slurm.verl.adopt import AdoptedStep, adopt_steps, is_adopted, plan_adoption
-from verl_slurm.verl.copying import copy_files, how_to_copy
 from verl_slurm.verl.shards import judge_all, judge_step
+from verl_slurm.verl.step_copying import copy_files, how_to_copy
 
 pytestmark = pytest.mark.torch
 
@@ -278,14 +278,14 @@ def test_a_file_that_is_written_while_it_is_copied_is_not_taken(
 ) -> None:
     rows = plan(verl_dir, run)
     merges = verl_dir / "global_step_6" / "huggingface" / "merges.txt"
-    copy = copying._copy
+    copy = step_copying._copy
 
     def meanwhile(fd: int, target: Path, *args: object) -> None:
         copy(fd, target, *args)  # type: ignore[arg-type]
         if target.name == merges.name and target.parent.parent.name == "global_step_6":
             merges.write_text("#version: 0.3\n")
 
-    monkeypatch.setattr(copying, "_copy", meanwhile)
+    monkeypatch.setattr(step_copying, "_copy", meanwhile)
     first, second = adopt_steps(run, rows)
     assert "not the file that was judged" in first.why
     assert second.saved is not None

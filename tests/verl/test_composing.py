@@ -16,9 +16,9 @@ from tests.harness import ROOT
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.config.load import load, parse_config
 from verl_slurm.verl.composing import checked_settings, unread_additions, words_of
-from verl_slurm.verl.inputs import inputs_of
 from verl_slurm.verl.overrides import FORMER, OwnSettings, Setting, user_settings, value_at
 from verl_slurm.verl.releases import Entry
+from verl_slurm.verl.verl_inputs import inputs_of
 
 pytestmark = pytest.mark.verl
 

@@ -3,7 +3,9 @@ from pathlib import Path
 import pytest
 
 from verl_slurm.config.load import parse_config
-from verl_slurm.verl.inputs import (
+from verl_slurm.verl.overrides import user_settings
+from verl_slurm.verl.releases import Entry
+from verl_slurm.verl.verl_inputs import (
     Input,
     bytes_per_parameter,
     data_of,
@@ -12,8 +14,6 @@ from verl_slurm.verl.inputs import (
     said_settings,
     with_critic,
 )
-from verl_slurm.verl.overrides import user_settings
-from verl_slurm.verl.releases import Entry
 
 
 def found(entry: Entry, **words: object) -> list[Input]:

@@ -8,7 +8,6 @@ import pytest
 
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.config.load import flattened
-from verl_slurm.verl.inputs import said_settings
 from verl_slurm.verl.overrides import (
     OwnSettings,
     own_settings,
@@ -17,6 +16,7 @@ from verl_slurm.verl.overrides import (
     trainer_mode,
     user_settings,
 )
+from verl_slurm.verl.verl_inputs import said_settings
 
 OWN = OwnSettings(
     nodes=2,

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 import pytest
 
 from verl_slurm.verl.composing import Composed
-from verl_slurm.verl.inputs import said_settings
 from verl_slurm.verl.overrides import Setting
 from verl_slurm.verl.releases import Entry
+from verl_slurm.verl.verl_inputs import said_settings
 
 _DEFAULTS = {"data.train_files": "~/data/train.parquet"}
 

@@ -25,7 +25,7 @@ RUN/                        0700
   checkpoints/              step_003000/, latest, quarantine/
   partial/checkpoints/      the same for partial saves, which are never resumed
   resharded/checkpoints/    what a start of verl with another number of ranks reads (`verl/reshard/at_start.py`)
-  code.json                 what the attempts run of the user's code (`program/record.py`)
+  code.json                 what the attempts run of the user's code (`program/code_record.py`)
   code/<digest>/            copies of the user's code, by content; <digest>.json: its files; <sha256>.diff
   frozen/<digest>/          models that do not train, stored once by content; <digest>.json: their expected content
   run_id                    16 hex digits that tell this run from others of its name, in shared tiers
@@ -110,7 +110,7 @@ class RunPaths:
 
     @property
     def parts_since(self) -> Path:
-        """The attempt from which on second copies on nodes' disks count (`lead/second_copy.py` of the daemon)."""
+        """The attempt from which on second copies on nodes' disks count (`lead/nodes_copies.py` of the daemon)."""
         return self.control / "parts_since"
 
     @property

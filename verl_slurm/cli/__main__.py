@@ -123,7 +123,7 @@ def _run(words: list[str]) -> int:
     from verl_slurm.cli.main import cli
 
     if "_VERL_SLURM_COMPLETE" in os.environ:  # click's protocol: a shell asks for completions
-        import verl_slurm.cli.options  # noqa: F401 - registers bash's
+        import verl_slurm.cli.command_options  # noqa: F401 - registers bash's
     try:
         # Not standalone: click would answer a closed pipe by exit code 1 itself.
         result = cli.main(words, prog_name="verl-slurm", standalone_mode=False)

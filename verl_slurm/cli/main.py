@@ -25,34 +25,36 @@ class CommandEntry(NamedTuple):
 COMMANDS = {
     "init": CommandEntry("setup.init", "Write a commented configuration for your own model and data."),
     "config": CommandEntry("setup.config", "Every key of a configuration: type, default, meaning."),
-    "plan": CommandEntry("run.plan", "What to expect of a run, and what a change would buy."),
+    "plan": CommandEntry("run.plan_command", "What to expect of a run, and what a change would buy."),
     "submit": CommandEntry("run.submit", "Check a configuration, and start the run it describes."),
     "status": CommandEntry(
-        "run.status", "Where a run stands: job, step, last good checkpoint, why it stopped."
+        "run.status_command", "Where a run stands: job, step, last good checkpoint, why it stopped."
     ),
-    "list": CommandEntry("run.status", "The runs below a directory, or the checkpoints of a run."),
+    "list": CommandEntry("run.status_command", "The runs below a directory, or the checkpoints of a run."),
     "samples": CommandEntry("run.logs", "What the policy says: prompts, responses and rewards of a step."),
     "report": CommandEntry(
-        "run.report", "One page about a run, or several: what happened, what it cost, what it learnt."
+        "run.report_command", "One page about a run, or several: what happened, what it cost, what it learnt."
     ),
-    "serve": CommandEntry("run.report", "The runs below a directory in a browser, live."),
+    "serve": CommandEntry("run.report_command", "The runs below a directory in a browser, live."),
     "watch": CommandEntry("run.watch", "Follow a run, or many, over all requeues until they end."),
     "logs": CommandEntry("run.logs", "What the daemon, its agents or the ranks of a run print."),
     "cancel": CommandEntry("run.steering", "End a run's job for good; it will not be requeued."),
     "requeue": CommandEntry("run.steering", "Save, end this job, and have it start again."),
     "update-reward": CommandEntry("run.steering", "Replace the reward while the run goes on."),
     "verify": CommandEntry(
-        "checkpoint.verify", "Read checkpoints back, every byte, and set aside what is damaged."
+        "checkpoint.verify_command", "Read checkpoints back, every byte, and set aside what is damaged."
     ),
-    "inspect": CommandEntry("checkpoint.verify", "What is in a checkpoint, or how two differ, bit for bit."),
+    "inspect": CommandEntry(
+        "checkpoint.verify_command", "What is in a checkpoint, or how two differ, bit for bit."
+    ),
     "export": CommandEntry(
-        "checkpoint.export", "A checkpoint as a Hugging Face model, or as plain .pt files."
+        "checkpoint.export_command", "A checkpoint as a Hugging Face model, or as plain .pt files."
     ),
     "reshard": CommandEntry(
         "checkpoint.reshard", "Divide a checkpoint of verl among another number of ranks."
     ),
     "adopt": CommandEntry(
-        "checkpoint.adopt", "Judge what plain verl has saved, and take it over into a run."
+        "checkpoint.adopt_command", "Judge what plain verl has saved, and take it over into a run."
     ),
     "prune": CommandEntry(
         "checkpoint.upkeep", "Remove checkpoints no longer needed, and say why each stays or goes."
@@ -60,11 +62,15 @@ COMMANDS = {
     "tiers": CommandEntry(
         "checkpoint.upkeep", "What lies in which storage tier; copy it on, or bring it back."
     ),
-    "fingerprint": CommandEntry("checkpoint.verify", "The SHA-256 tree hash of a data set, and its drift."),
+    "fingerprint": CommandEntry(
+        "checkpoint.verify_command", "The SHA-256 tree hash of a data set, and its drift."
+    ),
     "doctor": CommandEntry(
         "setup.doctor", "Look at a cluster as a run will find it, and say what to change."
     ),
-    "demo": CommandEntry("setup.demo", "The main job for real on this machine: preempted, resumed, proven."),
+    "demo": CommandEntry(
+        "setup.demo_command", "The main job for real on this machine: preempted, resumed, proven."
+    ),
     "devcluster": CommandEntry("setup.devcluster", "A real Slurm cluster of several nodes on this machine."),
 }
 

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from verl_slurm.config.code import CodeConfig
+from verl_slurm.config.code_section import CodeConfig
 from verl_slurm.config.health import HealthConfig
-from verl_slurm.config.hooks import HooksConfig
+from verl_slurm.config.hooks_section import HooksConfig
 from verl_slurm.config.observability import ObservabilityConfig as ObservabilityConfig
 from verl_slurm.config.section import (
     Fraction,
@@ -20,9 +20,9 @@ from verl_slurm.config.section import (
     PositiveFloat,
     Section,
 )
-from verl_slurm.config.services import MOST_SERVICES, ServiceConfig, nodes_of_components
-from verl_slurm.config.slurm import SlurmConfig
-from verl_slurm.config.tiers import TierConfig
+from verl_slurm.config.services_section import MOST_SERVICES, ServiceConfig, nodes_of_components
+from verl_slurm.config.slurm_section import SlurmConfig
+from verl_slurm.config.tiers_section import TierConfig
 
 VerlSection = dict[str, Any]
 """verl's own Hydra keys, passed on unchanged. In a file they may be nested or dotted (`trainer.total_epochs: 2`); here

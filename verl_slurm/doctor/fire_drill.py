@@ -28,8 +28,8 @@ from verl_slurm.doctor.node_probe import NodeReport
 from verl_slurm.doctor.node_rules import DrillRecord, judge_drill, judge_nodes
 from verl_slurm.health import Finding, bad
 from verl_slurm.slurm.batch import sbatch_options, submission_environment
-from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.commands import NODE_LIST
+from verl_slurm.slurm.slurm_client import SlurmClient
 
 _LIMIT_MIN = 5
 _LOOK_S = 0.3

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from verl_slurm.base.files import write_file
-from verl_slurm.doctor.places import PlaceReport, probe_place
+from verl_slurm.doctor.storage_probe import PlaceReport, probe_place
 from verl_slurm.health import Finding
 from verl_slurm.health.gpus import look_at_gpus
 

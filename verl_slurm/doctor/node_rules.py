@@ -7,7 +7,7 @@ import msgspec
 
 from verl_slurm.base.one_line import counted
 from verl_slurm.doctor.node_probe import NodeReport
-from verl_slurm.doctor.places import judge_place
+from verl_slurm.doctor.storage_probe import judge_place
 from verl_slurm.health import Finding, bad, good, warn
 
 _SKEW_S = 1.0

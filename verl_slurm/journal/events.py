@@ -217,7 +217,7 @@ class Crash(Event):
     loud: ClassVar[bool] = True
     detail: str = ""
     kind: str = "crash"
-    """crash, hang, node, environment or stranger (`verl_slurm_daemon.decide.model.FailureKind`)."""
+    """crash, hang, node, environment or stranger (`verl_slurm_daemon.decide.lead_model.FailureKind`)."""
     node: str | None = None
     crashes: Int = 0
     """Of this kind, in this attempt, since the last verified save; `budget` of them lead to a restart in place."""

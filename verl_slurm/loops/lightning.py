@@ -41,8 +41,8 @@ from verl_slurm.base.bounded import RECORD, read_regular
 from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, DataError
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.loops.callback import Served
-from verl_slurm.loops.data import ResumableDataLoader
 from verl_slurm.loops.session import Session, plain_numbers
+from verl_slurm.loops.stateful_data import ResumableDataLoader
 from verl_slurm.save.ranks import rng
 
 _FILE = "lightning.ckpt"

@@ -38,9 +38,9 @@ from verl_slurm.checkpoint.store.lost import former_checkpoint, gone_back, lost_
 from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.loops.object_states import Objects, split
 from verl_slurm.loops.session import Session
 from verl_slurm.loops.state_files import load_state, write_state
-from verl_slurm.loops.states import Objects, split
 from verl_slurm.loops.step_end import StepEndSaver, own_ranks
 from verl_slurm.save.ranks import rng
 from verl_slurm.save.ranks.collective import Collective, RanksFailed

@@ -1,6 +1,6 @@
 """A training loop's line to the daemon: its reports, the requests to it, and the facts of its run. No torch.
 
-Each speaking process of a loop has one `Session`, including our own trainer's ranks (`trainer.report` adds their own
+Each speaking process of a loop has one `Session`, including our own trainer's ranks (`trainer.reporter` adds their own
 reports). It reports that it lives, each step's end, each save, that it stops as asked, that it is done
 (`wire.messages`). A guest, a loop that is not ours, opens its session by `Session.open`. That sends the first message,
 so open it before any heavy import.

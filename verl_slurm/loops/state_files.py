@@ -27,8 +27,17 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.checkpoint.format.specification import FileEntry
+from verl_slurm.loops.object_states import (
+    Leaves,
+    Objects,
+    digests,
+    join,
+    misfit,
+    settle,
+    sharded_paths,
+    split,
+)
 from verl_slurm.loops.sharded_files import ShardedFiles, TensorsOnly
-from verl_slurm.loops.states import Leaves, Objects, digests, join, misfit, settle, sharded_paths, split
 from verl_slurm.loops.step_end import seal_own
 from verl_slurm.save.ranks import rng
 from verl_slurm.save.ranks.collective import Collective, RanksFailed

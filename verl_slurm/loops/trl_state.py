@@ -36,8 +36,8 @@ import torch
 
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.checkpoint.format.specification import FileEntry
+from verl_slurm.loops.object_states import Objects, split
 from verl_slurm.loops.state_files import load_state, write_state
-from verl_slurm.loops.states import Objects, split
 from verl_slurm.save.ranks.collective import Collective
 
 _DIRECTORY = "trl"

@@ -4,7 +4,7 @@ Means where a sum has to come out right (steps, saves), medians of what comes se
 the journal has no example is left out: `inputs.complete` says then what is assumed.
 
 A PLAIN step is neither the first of a start, nor done again, nor beside a save. A save's cost is what the steps beside
-it took longer than plain ones, as `trainer.pace.CostMeter` counts it.
+it took longer than plain ones, as `trainer.save_pace.CostMeter` counts it.
 """
 
 from bisect import bisect_left, bisect_right
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from verl_slurm.journal.causes import meaning_of
 from verl_slurm.journal.events import Ended
 from verl_slurm.journal.history import History, SaveHistory, mean_time_between
-from verl_slurm.plan.inputs import KnownValue
+from verl_slurm.plan.plan_inputs import KnownValue
 from verl_slurm.plan.simulate import NEVER, Strike, Strikes
 
 # A line of `steps.jsonl`.

@@ -16,8 +16,8 @@ from verl_slurm.base.files import fsync_path, private_dir, rename, write_file, w
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.tree import list_tree, open_directory
 from verl_slurm.dataset.fingerprint.entries import Drift, FileDigest, Fingerprint, Kind, render, sealed
-from verl_slurm.dataset.fingerprint.hashing import hash_files
-from verl_slurm.program.record import files_of
+from verl_slurm.dataset.fingerprint.file_hashing import hash_files
+from verl_slurm.program.code_record import files_of
 
 _BLOCK = 1 << 20
 _IMPORTED = (".py", ".pyc", ".so", ".pth")

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from verl_slurm.base.bounded import TooMuch, open_regular
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.processes import stat_fields
-from verl_slurm.dataset.fingerprint.hashing import hash_files
+from verl_slurm.dataset.fingerprint.file_hashing import hash_files
 
 _TIMEOUT_S = 120.0
 STILL_S = 10.0

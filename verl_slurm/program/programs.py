@@ -16,7 +16,7 @@ import verl_slurm
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.reward_spec import parse_reward
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.program.record import CodeRecord, read_record
+from verl_slurm.program.code_record import CodeRecord, read_record
 
 _OF_VERL = (".py", ".yaml", ".yml")
 _FILE_URL = "file://"

@@ -35,7 +35,7 @@ def resolve_model(spec: str, cache: Path) -> Path:
             remedy="set model.path",
         )
     # Here, as it imports torch, and a path or a mistake needs none.
-    from verl_slurm.quickstart.model import build_model
+    from verl_slurm.quickstart.tiny_model import build_model
 
     return build_model(cache / name, head_dim=_HEAD_DIMS[name])
 
@@ -57,7 +57,7 @@ def resolve_data(spec: str, cache: Path) -> Path:
             expected="builtin:arithmetic",
             remedy="set data.root",
         )
-    from verl_slurm.quickstart.data import build_data
+    from verl_slurm.quickstart.arithmetic_data import build_data
 
     return build_data(cache / "arithmetic")
 

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from verl_slurm.rendezvous.install import install_on_import
-from verl_slurm.rendezvous.start import start
+from verl_slurm.rendezvous.rank_start import start
 from verl_slurm.wire.imports import WatchedEnvironment, import_all
 from verl_slurm.wire.lifeline import die_with_launcher
 from verl_slurm.wire.orders import Orders

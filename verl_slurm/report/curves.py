@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from verl_slurm.journal.pace import number
 from verl_slurm.journal.steps import StepRow
-from verl_slurm.report.facts import RunCurve, Tokens
+from verl_slurm.report.report_facts import RunCurve, Tokens
 
 _CURVES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("reward", "Reward", ("reward", "critic/score/mean", "critic/rewards/mean", "train/reward")),

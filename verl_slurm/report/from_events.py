@@ -11,7 +11,7 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal.events import Avoid, Crash, Event, Hang, Link, Warned
 from verl_slurm.journal.history import History, LifeInterval, TimeUse
 from verl_slurm.report.curves import Steps
-from verl_slurm.report.facts import CheckpointFacts, Cost, NodeFact, WarningFact
+from verl_slurm.report.report_facts import CheckpointFacts, Cost, NodeFact, WarningFact
 
 _MOST_CHECKPOINTS = 300
 _MOST_NODES = 100

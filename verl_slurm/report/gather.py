@@ -25,10 +25,17 @@ from verl_slurm.journal.history import History, interruption_facts
 from verl_slurm.journal.status import read_status
 from verl_slurm.journal.steps import every_row
 from verl_slurm.report.curves import Steps
-from verl_slurm.report.facts import DifferingSetting, Report, RewardFact, RunFacts, SampleFacts, WarningFact
 from verl_slurm.report.from_events import allocation_of, checkpoints_of, nodes_of, warnings_of
+from verl_slurm.report.report_facts import (
+    DifferingSetting,
+    Report,
+    RewardFact,
+    RunFacts,
+    SampleFacts,
+    WarningFact,
+)
 from verl_slurm.runs.glance import ask_for, glance, state_of, steps_done
-from verl_slurm.runs.record import has_ledger
+from verl_slurm.runs.run_record import has_ledger
 from verl_slurm.runtime_state.samples import best_and_worst, read_samples
 from verl_slurm.wire.reward_plan import read_reward_plan
 

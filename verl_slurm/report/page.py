@@ -19,8 +19,8 @@ import jinja2
 
 from verl_slurm.base.one_line import counted, json_line, printable, span
 from verl_slurm.journal.history import KINDS, PARTS
-from verl_slurm.report.facts import Report, RunCurve, RunFacts
 from verl_slurm.report.live_runs import RunRow
+from verl_slurm.report.report_facts import Report, RunCurve, RunFacts
 
 _ASSETS = files("verl_slurm.report") / "assets"
 _SCRIPTS = ("echarts.min.js", "page.js")

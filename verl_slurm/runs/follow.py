@@ -28,7 +28,7 @@ from verl_slurm.journal.events import CancelAsked, Ended, Event, Gone
 from verl_slurm.journal.files import parse_event, read_history
 from verl_slurm.journal.status import read_status
 from verl_slurm.runs.liveness import job_state, settle
-from verl_slurm.runs.record import last_job
+from verl_slurm.runs.run_record import last_job
 
 _POLL_S = 2.0
 _MOST = 4 << 20

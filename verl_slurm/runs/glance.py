@@ -29,8 +29,8 @@ from verl_slurm.journal.history import History, Submission
 from verl_slurm.journal.pace import number
 from verl_slurm.journal.status import read_status
 from verl_slurm.runs.liveness import elsewhere, is_held, is_script_of, job_number, job_state, needed_change
-from verl_slurm.runs.record import job_by_files, with_cluster
-from verl_slurm.slurm.client import SlurmClient
+from verl_slurm.runs.run_record import job_by_files, with_cluster
+from verl_slurm.slurm.slurm_client import SlurmClient
 
 _DEPTH = 3
 # Bytes at the journal's end that are read first: some twenty events.

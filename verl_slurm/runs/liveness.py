@@ -21,9 +21,9 @@ from verl_slurm.base.processes import KnownProcess
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.journal.files import read_history
 from verl_slurm.journal.history import History, Submission
-from verl_slurm.runs.record import last_job
-from verl_slurm.slurm.client import SlurmClient
+from verl_slurm.runs.run_record import last_job
 from verl_slurm.slurm.facts import JobFacts
+from verl_slurm.slurm.slurm_client import SlurmClient
 
 ANOTHERS = "another job has its number"
 """`JobState.detail` of a job whose number is, on this cluster or by now, not the run's."""

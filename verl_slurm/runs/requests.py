@@ -16,10 +16,10 @@ from verl_slurm.journal.files import append_event, read_history
 from verl_slurm.journal.history import Submission
 from verl_slurm.runs.glance import glance
 from verl_slurm.runs.liveness import ANOTHERS, job_state, leads, runs_here, unknown_jobs, way_on
-from verl_slurm.runs.record import last_job
-from verl_slurm.slurm.client import SlurmClient
+from verl_slurm.runs.run_record import last_job
 from verl_slurm.slurm.facts import JobFacts
 from verl_slurm.slurm.requeue_rules import RequeueOutcome
+from verl_slurm.slurm.slurm_client import SlurmClient
 
 _PATIENCE_S = 30.0
 """Seconds after which a request that Slurm does not answer is not begun again."""

@@ -32,11 +32,11 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal.files import read_history
 from verl_slurm.runs.liveness import unknown_jobs
 from verl_slurm.slurm.batch import awaiting, component_lines, sbatch_parameters, submission_environment
-from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.requeue_rules import is_answer
 from verl_slurm.slurm.runner import Completed, slurm_words, waiting_for
+from verl_slurm.slurm.slurm_client import SlurmClient
 from verl_slurm.submit.checks.slurm_verdict import refusal
-from verl_slurm.submit.plan import Cluster, SubmissionPlan
+from verl_slurm.submit.submission_plan import Cluster, SubmissionPlan
 
 _TIMEOUT_S = 120.0
 _NO_LIMIT_MIN = 366 * 24 * 60

@@ -27,19 +27,19 @@ from verl_slurm.config.changes import refuse_changes, require_in_place
 from verl_slurm.config.elastic import keep_step
 from verl_slurm.config.load import dump, given_in, load_resolved, read_config
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.dataset.fingerprint import record as prints
+from verl_slurm.dataset.fingerprint import data_record as prints
 from verl_slurm.journal import events as ev
 from verl_slurm.journal.files import append_event
 from verl_slurm.program.programs import Moves
 from verl_slurm.runs.liveness import refuse_living
-from verl_slurm.runs.record import ended_well, has_begun, require_run, steps_done
-from verl_slurm.submit.checks.bad_nodes import nodes_to_avoid
-from verl_slurm.submit.checks.code import CodeChoice, TreesRead, keep_code, plan_code
-from verl_slurm.submit.checks.containers import check_container
+from verl_slurm.runs.run_record import ended_well, has_begun, require_run, steps_done
+from verl_slurm.submit.checks.avoided_nodes import nodes_to_avoid
+from verl_slurm.submit.checks.code_trees import CodeChoice, TreesRead, keep_code, plan_code
 from verl_slurm.submit.checks.deadlines import check_deadlines
 from verl_slurm.submit.checks.group import check_group, group_id
-from verl_slurm.submit.checks.inputs import absolute, build_builtins, built_before, check_guest
+from verl_slurm.submit.checks.model_and_reward import absolute, build_builtins, built_before, check_guest
 from verl_slurm.submit.checks.model_families import check_family
+from verl_slurm.submit.checks.pinned_image import check_container
 from verl_slurm.submit.checks.preflight import (
     SlurmSays,
     check_hooks,
@@ -55,17 +55,17 @@ from verl_slurm.submit.checks.preflight import (
     source_note,
     unexpanded,
 )
-from verl_slurm.submit.checks.programs import python_not_run
-from verl_slurm.submit.checks.rank_environment import check_rank_environment, why_not_run
+from verl_slurm.submit.checks.ranks_environment import check_rank_environment, why_not_run
 from verl_slurm.submit.checks.resume_point import check_frozen_inputs, check_records, find_resume
 from verl_slurm.submit.checks.room import check_room, frozen_to_come
-from verl_slurm.submit.checks.services import check_services
+from verl_slurm.submit.checks.service_programs import check_services
 from verl_slurm.submit.checks.slurm_verdict import judge_script
 from verl_slurm.submit.checks.submitting_machine import machine_notes
+from verl_slurm.submit.checks.user_programs import python_not_run
 from verl_slurm.submit.checks.verl import check_verl
 from verl_slurm.submit.executor import MayBeQueued, render_script, submit_job
-from verl_slurm.submit.plan import SubmissionPlan, reshaped, trains_line, why_done
 from verl_slurm.submit.relative_paths import Places, given_keys
+from verl_slurm.submit.submission_plan import SubmissionPlan, reshaped, trains_line, why_done
 from verl_slurm.submit.undoing import (
     keep_content,
     make_mark,
@@ -76,7 +76,7 @@ from verl_slurm.submit.undoing import (
     replace_content,
 )
 from verl_slurm.tiers.opening import namesakes
-from verl_slurm.verl.inputs import data_of
+from verl_slurm.verl.verl_inputs import data_of
 
 Confirm = Callable[[prints.Drift], bool]
 

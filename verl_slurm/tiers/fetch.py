@@ -38,10 +38,10 @@ from verl_slurm.journal.events import TierFailed, TierFetched
 from verl_slurm.journal.files import append_event
 from verl_slurm.tiers.backend import Backend
 from verl_slurm.tiers.census import Memory, OpenTier, survey
-from verl_slurm.tiers.digest import ContentCheck
-from verl_slurm.tiers.layout import object_key
 from verl_slurm.tiers.opening import open_tiers
-from verl_slurm.tiers.plan import TierState, newest_first
+from verl_slurm.tiers.tier_digest import ContentCheck
+from verl_slurm.tiers.tier_layout import object_key
+from verl_slurm.tiers.tier_plan import TierState, newest_first
 from verl_slurm.tiers.transfer import TierOrigin
 
 _FILES_AT_ONCE = 4

@@ -28,9 +28,9 @@ from verl_slurm.journal.events import TierCopied, TierFailed, TierRemoved, TierU
 from verl_slurm.journal.files import append_event
 from verl_slurm.tiers.backend import Backend
 from verl_slurm.tiers.census import Memory, OpenTier, local_stamp, record_of, signature_word, survey
-from verl_slurm.tiers.layout import TierRecord, checkpoint_prefix, manifest_key, parse_key
 from verl_slurm.tiers.opening import mover_lock, open_tiers
-from verl_slurm.tiers.plan import Action, TierState, plan_tiers
+from verl_slurm.tiers.tier_layout import TierRecord, checkpoint_prefix, manifest_key, parse_key
+from verl_slurm.tiers.tier_plan import Action, TierState, plan_tiers
 from verl_slurm.tiers.transfer import DirectoryOrigin, Origin, TierOrigin, copy_checkpoint, verify_copy
 
 

@@ -23,7 +23,7 @@ import botocore.exceptions
 from verl_slurm.base.errors import CheckpointCorrupt, TierError
 from verl_slurm.checkpoint.format.specification import FileEntry
 from verl_slurm.tiers.backend import Source
-from verl_slurm.tiers.digest import ContentCheck
+from verl_slurm.tiers.tier_digest import ContentCheck
 
 MAX_PARTS = 10_000
 """S3's own limit."""

@@ -17,8 +17,8 @@ from verl_slurm.checkpoint.format.manifest import parse
 from verl_slurm.checkpoint.format.signature import authenticate, signature_problem
 from verl_slurm.checkpoint.format.specification import MANIFEST, MAX_MANIFEST_BYTES, FileEntry, Manifest
 from verl_slurm.tiers.backend import Backend, Source
-from verl_slurm.tiers.digest import ContentCheck
-from verl_slurm.tiers.layout import checkpoint_prefix, manifest_key, object_key
+from verl_slurm.tiers.tier_digest import ContentCheck
+from verl_slurm.tiers.tier_layout import checkpoint_prefix, manifest_key, object_key
 
 _BLOCK = 4 << 20
 

@@ -23,14 +23,14 @@ from verl_slurm.loops.session import LAST_TRIES_S
 from verl_slurm.save.ranks.collective import RanksFailed
 from verl_slurm.save.ranks.saver import SavedCheckpoint
 from verl_slurm.save.writer.handle import SaverDied
+from verl_slurm.trainer.learner import Learner
 from verl_slurm.trainer.measures.metrics import step_costs
-from verl_slurm.trainer.pace import SavePace
-from verl_slurm.trainer.report import Reporter
+from verl_slurm.trainer.reporter import Reporter
 from verl_slurm.trainer.reward.swap import RewardSwap
+from verl_slurm.trainer.save_pace import SavePace
 from verl_slurm.trainer.saving import Checkpointer
 from verl_slurm.trainer.state.position import Position, StepShape, after, safe_point
 from verl_slurm.trainer.state.train_state import TrainState
-from verl_slurm.trainer.step import Learner
 from verl_slurm.wire.messages import SaveRequest
 from verl_slurm.wire.reward_plan import RewardRequest
 from verl_slurm.wire.stopping import Stopper

@@ -15,8 +15,8 @@ from verl_slurm.base.errors import UNREADABLE, CheckpointCorrupt, ConfigError, D
 from verl_slurm.base.keys import Keyring
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.checkpoint.format.components import require_full, require_same_models
-from verl_slurm.checkpoint.format.schema import check_schema, current_schema, read_schema
 from verl_slurm.checkpoint.format.specification import Manifest
+from verl_slurm.checkpoint.format.state_schema import check_schema, current_schema, read_schema
 from verl_slurm.checkpoint.store.frozen import lacking_file
 from verl_slurm.checkpoint.store.reader import CheckpointReader
 from verl_slurm.checkpoint.store.verify import verify

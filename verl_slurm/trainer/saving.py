@@ -15,8 +15,8 @@ from verl_slurm.checkpoint.decide.best import Best, metrics_of
 from verl_slurm.checkpoint.decide.retention import ASSURED_KEPT, plan_prune
 from verl_slurm.checkpoint.decide.storage import need_of_next
 from verl_slurm.checkpoint.format.components import Components
-from verl_slurm.checkpoint.format.schema import SchemaVersion, render_schema
 from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION
+from verl_slurm.checkpoint.format.state_schema import SchemaVersion, render_schema
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.pruning import Removing, apply_prune
 from verl_slurm.checkpoint.store.verify import verify
@@ -27,13 +27,13 @@ from verl_slurm.runtime_state.ledger import Ledger, prune as prune_ledger
 from verl_slurm.save.ranks.collective import Collective, RanksFailed
 from verl_slurm.save.ranks.saver import CheckpointSaver, SaveContents, SavedCheckpoint
 from verl_slurm.save.ranks.tensors import Tensors, model_tensors, optimizer_tensors
+from verl_slurm.trainer.learner import Optimizers
 from verl_slurm.trainer.measures import console
 from verl_slurm.trainer.models import Models
 from verl_slurm.trainer.objective.optimizers import schedule_record
 from verl_slurm.trainer.state.position import StepShape, rollout_offset
 from verl_slurm.trainer.state.reward_state import reward_record
 from verl_slurm.trainer.state.train_state import TrainState, capture_state
-from verl_slurm.trainer.step import Optimizers
 
 
 def live_tensors(models: Models, optimizers: Optimizers) -> dict[str, Tensors]:

@@ -21,12 +21,12 @@ from verl_slurm.base.fence import require_epoch
 from verl_slurm.base.files import require_safe_way
 from verl_slurm.base.keys import Keyring, load_keys
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.format.schema import SchemaVersion, current_schema
 from verl_slurm.checkpoint.format.specification import Manifest
+from verl_slurm.checkpoint.format.state_schema import SchemaVersion, current_schema
 from verl_slurm.checkpoint.store.local_copy import local_directory, this_node
 from verl_slurm.config.roles import trained_roles
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.dataset.fingerprint.record import (
+from verl_slurm.dataset.fingerprint.data_record import (
     Fingerprint,
     check_dataset,
     fingerprint,
@@ -45,14 +45,14 @@ from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.save.ranks.saver import CheckpointSaver, LocalPlace, Provenance
 from verl_slurm.trainer.data import PromptData, end_tokens, load_tokenizer
 from verl_slurm.trainer.evaluation import Evaluator
+from verl_slurm.trainer.learner import Learner, Optimizers
 from verl_slurm.trainer.loop import Loop
 from verl_slurm.trainer.measures import console
 from verl_slurm.trainer.measures.stopwatch import GpuMemory
 from verl_slurm.trainer.models import Models, build_models
 from verl_slurm.trainer.objective.optimizers import build_optimizers
-from verl_slurm.trainer.pace import SavePace
 from verl_slurm.trainer.parallel.grid import Grid, make_grid
-from verl_slurm.trainer.report import Reporter
+from verl_slurm.trainer.reporter import Reporter
 from verl_slurm.trainer.resuming import (
     check_manifest,
     checkpoint_directory,
@@ -61,18 +61,18 @@ from verl_slurm.trainer.resuming import (
     require_verified,
     where_it_starts,
 )
-from verl_slurm.trainer.reward.files import Keep, start_reward
+from verl_slurm.trainer.reward.reward_files import Keep, start_reward
 from verl_slurm.trainer.reward.scoring import build_reward
 from verl_slurm.trainer.reward.swap import LiveReward, RewardSwap
 from verl_slurm.trainer.rollout.engines import RolloutEngine, build_engine
 from verl_slurm.trainer.rollout.records import RolloutRecorder, SampleLog
+from verl_slurm.trainer.save_pace import SavePace
 from verl_slurm.trainer.saving import Checkpointer, live_tensors
 from verl_slurm.trainer.state.frozen_copies import FrozenCopies
 from verl_slurm.trainer.state.orchestration import check_or_write, describe, moved, topology_of
 from verl_slurm.trainer.state.pinned_model import pinned_model
 from verl_slurm.trainer.state.position import Position, StepShape
 from verl_slurm.trainer.state.train_state import TrainState, fresh_state
-from verl_slurm.trainer.step import Learner, Optimizers
 from verl_slurm.wire.client import RankLine
 from verl_slurm.wire.reward_plan import RewardPlan
 from verl_slurm.wire.stopping import Stopper

@@ -32,9 +32,9 @@ from verl_slurm.checkpoint.store.commit import SavedCheckpoint, sweep
 from verl_slurm.checkpoint.store.loop_checkpoint import LoopSave, commit_tree
 from verl_slurm.checkpoint.store.medium import room_for
 from verl_slurm.checkpoint.store.verify import read_manifest
-from verl_slurm.verl.copying import How, copy_files, how_to_copy
-from verl_slurm.verl.layout import way_out
 from verl_slurm.verl.shards import Judged, judge_step
+from verl_slurm.verl.step_copying import How, copy_files, how_to_copy
+from verl_slurm.verl.step_layout import way_out
 from verl_slurm.verl.tracker import tracker_file
 
 OnBytes = Callable[[int], None]

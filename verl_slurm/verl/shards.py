@@ -31,7 +31,7 @@ from verl_slurm.base.tree import Entry, list_tree, open_below, open_directory
 from verl_slurm.checkpoint.format.info import Problem, ProblemKind
 from verl_slurm.checkpoint.format.specification import MAX_FILES, path_problem
 from verl_slurm.checkpoint.store.safetensors_file import safetensors_problem
-from verl_slurm.verl.layout import StepLayout, missing_beside, read_layout, step_of
+from verl_slurm.verl.step_layout import StepLayout, missing_beside, read_layout, step_of
 from verl_slurm.verl.torch_zip import zip_problem
 
 OnBytes = Callable[[int], None]

@@ -32,7 +32,7 @@ from verl_slurm.config.load import load_own
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.containers.runtimes import ranks_inside
 from verl_slurm.program.programs import Moves
-from verl_slurm.slurm.environment import SlurmJob
+from verl_slurm.slurm.slurm_environment import SlurmJob
 from verl_slurm.wire.flight import request_flights
 from verl_slurm.wire.lead_file import LeadAddress, read_lead_address
 from verl_slurm.wire.messages import (
@@ -54,15 +54,13 @@ from verl_slurm.wire.messages import (
     ToAgent,
 )
 from verl_slurm_daemon.agent.agent_log import AgentLog
-from verl_slurm_daemon.agent.container import Lifeline
 from verl_slurm_daemon.agent.node_start import NodeStart, require_memory
 from verl_slurm_daemon.agent.orphan import SlurmSenses, see_off, slurm_job
+from verl_slurm_daemon.agent.rank_container import Lifeline
 from verl_slurm_daemon.agent.rank_socket import REASONS, RankSocket, StoreSocket
-from verl_slurm_daemon.agent.stacks import write_stacks
+from verl_slurm_daemon.agent.rank_stacks import write_stacks
 from verl_slurm_daemon.decide.leaving import AgentKnowledge
-from verl_slurm_daemon.link.channel import LeadLink, Refusals
-from verl_slurm_daemon.link.reach import CONNECT_PAUSES_S, reach_lead
-from verl_slurm_daemon.processes import (
+from verl_slurm_daemon.descendants import (
     RELAYED,
     WARNINGS,
     bury_orphans,
@@ -71,9 +69,11 @@ from verl_slurm_daemon.processes import (
     spare_former_children,
     tail,
 )
+from verl_slurm_daemon.link.addresses import CONNECT_PAUSES_S, reach_lead
+from verl_slurm_daemon.link.channel import LeadLink, Refusals
 
 if TYPE_CHECKING:
-    from verl_slurm_daemon.agent.metrics_page import AgentMetrics
+    from verl_slurm_daemon.agent.node_metrics import AgentMetrics
 
 
 T = TypeVar("T")
@@ -234,7 +234,7 @@ class Agent:
     async def _open_metrics(self, own_host: str, refused: Mapping[str, int]) -> None:
         if self._config.observability.metrics_port is None:
             return
-        from verl_slurm_daemon.agent import metrics_page as agent_metrics  # 2 MB, for a port
+        from verl_slurm_daemon.agent import node_metrics as agent_metrics  # 2 MB, for a port
 
         self._metrics = agent_metrics.AgentMetrics(
             self._paths, self._config, self._node_id, lambda: not self._lead_lost.is_set()

@@ -12,7 +12,7 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.health import Finding, bad, skipped
 from verl_slurm.health.__main__ import Order
 from verl_slurm.health.nodes import judge_clock
-from verl_slurm_daemon.processes import child_setup
+from verl_slurm_daemon.descendants import child_setup
 
 _PATIENCE_S = 30.0
 """Less than the lead waits for agents. The checks take 0.2 s, and some seconds where a driver has to be loaded."""

@@ -25,7 +25,7 @@ from verl_slurm.wire.messages import Launch
 from verl_slurm.wire.orders import Orders
 from verl_slurm.wire.store_line import RANKS_KEY_NAME
 from verl_slurm_daemon.agent.agent_log import AgentLog
-from verl_slurm_daemon.agent.container import ranks_argv, ranks_environ
+from verl_slurm_daemon.agent.rank_container import ranks_argv, ranks_environ
 from verl_slurm_daemon.agent.rank_environment import past_proxies, prepare_environment
 from verl_slurm_daemon.agent.service_shares import keep_to, variables_of_ranks
 from verl_slurm_daemon.allocation.launcher import orders_argv, standby_argv

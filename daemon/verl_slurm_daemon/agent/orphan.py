@@ -19,10 +19,10 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal.events import Orphaned
 from verl_slurm.journal.files import read_history
-from verl_slurm.slurm.environment import SlurmJob
+from verl_slurm.slurm.slurm_environment import SlurmJob
 from verl_slurm.wire.lead_file import LeadAddress
 from verl_slurm_daemon.agent.agent_log import AgentLog
-from verl_slurm_daemon.allocation.slurm import SlurmAllocation
+from verl_slurm_daemon.allocation.slurm_job import SlurmAllocation
 from verl_slurm_daemon.decide.inputs import RequeueAnswered
 from verl_slurm_daemon.decide.leaving import AgentKnowledge, LeavingStep, decide
 from verl_slurm_daemon.journal import Journal

@@ -12,7 +12,7 @@ from verl_slurm.base.errors import NOT_SET_UP, ConfigError
 from verl_slurm.base.files import open_log, read_private
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.slurm.rank_setup import OURS, setup_script
-from verl_slurm_daemon.processes import child_setup, tail
+from verl_slurm_daemon.descendants import child_setup, tail
 
 _TOLD_BYTES = 2000
 _SETUP_KEYS = "slurm.modules, slurm.python, slurm.setup"

@@ -29,7 +29,7 @@ from verl_slurm.base.processes import become_subreaper
 from verl_slurm.base.search_path import clean_environment
 from verl_slurm.config.load import load_own
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.config.services import ServiceConfig
+from verl_slurm.config.services_section import ServiceConfig
 from verl_slurm.program.programs import Moves
 from verl_slurm.slurm.rank_setup import python_of
 from verl_slurm.wire.environment import (
@@ -43,13 +43,13 @@ from verl_slurm.wire.framing import relay_key, services_token
 from verl_slurm.wire.http import listener_of
 from verl_slurm.wire.lead_file import read_lead_address
 from verl_slurm.wire.messages import MAX_REASON, ServiceSaid, Shutdown, ToAgent
-from verl_slurm_daemon.agent.probe import SERVICE_HOST, answers, connect_checked, taken
+from verl_slurm_daemon.agent.lead_probe import SERVICE_HOST, answers, connect_checked, taken
 from verl_slurm_daemon.agent.rank_environment import past_proxies, prepare_environment
 from verl_slurm_daemon.agent.service_shares import set_aside
+from verl_slurm_daemon.descendants import WARNINGS, bury_orphans, child_setup, kill_tree, listen, tail
+from verl_slurm_daemon.link.addresses import reach_lead
 from verl_slurm_daemon.link.channel import LeadLink
-from verl_slurm_daemon.link.reach import reach_lead
 from verl_slurm_daemon.link.relay import Streams, open_far_end
-from verl_slurm_daemon.processes import WARNINGS, bury_orphans, child_setup, kill_tree, listen, tail
 
 _BEFORE_READY_S, _AFTER_READY_S = 0.3, 10.0
 """Between two probes of a service that starts, and of one that runs."""

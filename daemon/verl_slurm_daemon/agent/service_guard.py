@@ -20,7 +20,7 @@ from types import FrameType
 
 from verl_slurm.base.processes import become_subreaper, die_with_parent
 from verl_slurm.wire.environment import HOST_PID_VARIABLE
-from verl_slurm_daemon.processes import WARNINGS, kill_tree
+from verl_slurm_daemon.descendants import WARNINGS, kill_tree
 
 HOST_GONE = signal.SIGRTMIN + 4
 """What the kernel sends the guard when its host ends. No program sends it."""

@@ -7,7 +7,7 @@ from typing import Literal
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.wire.environment import SERVICE_TOKEN_VARIABLE, SERVICE_VARIABLE
 from verl_slurm.wire.messages import Launch
-from verl_slurm_daemon.processes import child_setup
+from verl_slurm_daemon.descendants import child_setup
 
 RANKS = ""
 """The ranks' place in the answer; a service has a name."""

@@ -4,7 +4,7 @@ Two kinds exist: `slurm`, and `local` for machines without Slurm.
 
 Obligations of an `Allocation`: every method is bounded in time. None that is called while ranks train raises if the
 scheduler does not answer: the result says so instead, because a lead must go on saving while slurmctld is away. Those
-that are called before a start raise SlurmMissing, and are called again (`lead.start.patiently`).
+that are called before a start raise SlurmMissing, and are called again (`lead.attempt_start.patiently`).
 """
 
 import asyncio

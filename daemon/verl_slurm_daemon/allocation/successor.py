@@ -28,7 +28,7 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal.events import Successor
 from verl_slurm.journal.files import append_event, read_history
 from verl_slurm.slurm.batch import awaiting, sbatch_options, submission_environment
-from verl_slurm.slurm.client import SlurmClient
+from verl_slurm.slurm.slurm_client import SlurmClient
 
 _LOOK_S, _LOOKS = 0.25, 36
 """How long to wait for the claimant's result. sbatch takes 20 to 60 ms of an idle slurmctld, and is ended after 8 s.

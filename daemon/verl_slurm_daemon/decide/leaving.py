@@ -2,8 +2,8 @@
 
 `decide` guarantees that an agent leaves in one of three cases. The lead knows: it said so itself, or it answers and
 so will see the agent's link end. Or there is no Slurm to ask. Or the agent has asked Slurm to run the job again;
-Slurm refuses that if the user cancelled the job (`slurm/client.py: refuse_requeue`). Every way an agent's work can
-end comes through here: the lead's Shutdown, a lost link, ranks that have ended, and any exception.
+Slurm refuses that if the user cancelled the job (`slurm/slurm_client.py: refuse_requeue`). Every way an agent's work
+can end comes through here: the lead's Shutdown, a lost link, ranks that have ended, and any exception.
 """
 
 from typing import Literal

@@ -36,8 +36,8 @@ from verl_slurm.wire.messages import (
 )
 from verl_slurm_daemon.decide import actions as act, inputs
 from verl_slurm_daemon.decide.delays import IN_PLACE_S, MOST_FAILED_STARTS, SLURM_AWAY_S, delay_after
-from verl_slurm_daemon.decide.model import Decision, FailureKind, Intent, Model, suspects
-from verl_slurm_daemon.decide.states import NEXT, State
+from verl_slurm_daemon.decide.lead_model import Decision, FailureKind, Intent, Model, suspects
+from verl_slurm_daemon.decide.lead_states import NEXT, State
 
 _EXIT_OF = {Intent.CANCELLED: ExitCode.CANCELLED, Intent.ALREADY_REQUEUED: ExitCode.REQUEUED}
 _MOST_DOUBLINGS = 6
@@ -140,7 +140,7 @@ def _launch(model: Model, *notes: act.Note) -> Decision:
 
 
 def _on_start_failed(model: Model, event: inputs.StartHindered) -> Decision:
-    """Waits in place where ranks were to be started. The start of an attempt has waited so already (`lead.loop`)."""
+    """Waits in place where ranks were to be started. The start of an attempt has waited so already."""
     if model.state is State.STARTING:
         return _try_later(model, event)
     model = msgspec.structs.replace(model, step_gone=True)

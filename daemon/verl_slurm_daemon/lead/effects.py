@@ -59,11 +59,21 @@ from verl_slurm_daemon.allocation.launcher import agent_argv, service_host_argv
 from verl_slurm_daemon.decide import actions as act, inputs
 from verl_slurm_daemon.decide.completion import nothing_left
 from verl_slurm_daemon.journal import Journal
-from verl_slurm_daemon.lead.bad_nodes import places_seen, write_down
+from verl_slurm_daemon.lead.agents_step import Step
+from verl_slurm_daemon.lead.attempt_start import (
+    ENVIRONMENT,
+    answered,
+    failed_code,
+    patiently,
+    require_mounted,
+    spoken,
+)
+from verl_slurm_daemon.lead.fitting_ranks import fit_ranks
 from verl_slurm_daemon.lead.growing import watch_growth
+from verl_slurm_daemon.lead.left_nodes import places_seen, write_down
+from verl_slurm_daemon.lead.nodes_copies import bring_home, left_behind, parts_since
 from verl_slurm_daemon.lead.pace_watch import PaceWatch
 from verl_slurm_daemon.lead.requeueing import requeue
-from verl_slurm_daemon.lead.resharding import fit_ranks
 from verl_slurm_daemon.lead.resume import (
     ReadBack,
     ResumePoint,
@@ -72,19 +82,9 @@ from verl_slurm_daemon.lead.resume import (
     wait_for_checkpoints,
 )
 from verl_slurm_daemon.lead.scrubbing import scrub_forever
-from verl_slurm_daemon.lead.second_copy import bring_home, left_behind, parts_since
-from verl_slurm_daemon.lead.services import Services
-from verl_slurm_daemon.lead.stacks import write_stacks
-from verl_slurm_daemon.lead.standby import AGENTS_READY_S, Standby
-from verl_slurm_daemon.lead.start import (
-    ENVIRONMENT,
-    answered,
-    failed_code,
-    patiently,
-    require_mounted,
-    spoken,
-)
-from verl_slurm_daemon.lead.step import Step
+from verl_slurm_daemon.lead.service_hosts import Services
+from verl_slurm_daemon.lead.stack_requests import write_stacks
+from verl_slurm_daemon.lead.standby_agents import AGENTS_READY_S, Standby
 from verl_slurm_daemon.lead.tier_child import TierMover
 from verl_slurm_daemon.lead.verdicts import Verdicts
 from verl_slurm_daemon.link.channel import AgentLink, Refusals, serve

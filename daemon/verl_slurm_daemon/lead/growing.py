@@ -12,7 +12,7 @@ from verl_slurm.journal.history import History
 from verl_slurm.journal.status import read_status
 from verl_slurm_daemon.allocation.contract import Allocation
 from verl_slurm_daemon.decide import inputs
-from verl_slurm_daemon.lead.step import Step
+from verl_slurm_daemon.lead.agents_step import Step
 
 _LOOK_S = 120.0
 _LEAST_S = 1800.0

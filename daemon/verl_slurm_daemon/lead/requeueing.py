@@ -14,8 +14,8 @@ from verl_slurm_daemon.allocation.contract import Allocation, Avoided
 from verl_slurm_daemon.decide import actions as act
 from verl_slurm_daemon.decide.inputs import RequeueAnswered
 from verl_slurm_daemon.journal import Journal
-from verl_slurm_daemon.lead.bad_nodes import recalled
-from verl_slurm_daemon.lead.start import answered
+from verl_slurm_daemon.lead.attempt_start import answered
+from verl_slurm_daemon.lead.left_nodes import recalled
 
 _ASK_AGAIN_S = 1.0
 _AVOID_S = 3.0

@@ -39,7 +39,7 @@ from verl_slurm.journal.files import read_history
 from verl_slurm.runtime_state.segment import HEAD_BYTES
 from verl_slurm_daemon.decide.delays import IN_PLACE_S
 from verl_slurm_daemon.journal import Journal
-from verl_slurm_daemon.lead.start import say_again
+from verl_slurm_daemon.lead.attempt_start import say_again
 from verl_slurm_daemon.lead.tier_child import restore_newest
 from verl_slurm_daemon.lead.verdicts import Verifier, read_all
 

@@ -15,8 +15,8 @@ from verl_slurm.base.errors import TierAway, TierError
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal.events import Tiers
+from verl_slurm_daemon.descendants import child_setup
 from verl_slurm_daemon.journal import Journal
-from verl_slurm_daemon.processes import child_setup
 
 
 class TierMover:

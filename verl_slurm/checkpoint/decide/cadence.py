@@ -12,7 +12,7 @@ lost work. Young (1974) found sqrt(2 C M) seconds for a save that costs C and a 
 
     sqrt(2 C M) * (1 + sqrt(C / 2M) / 3 + (C / 2M) / 9) - C         and M for all others.
 
-C is the training time that one save takes (`trainer.pace`), not the time until it is durable. M is counted
+C is the training time that one save takes (`trainer.save_pace`), not the time until it is durable. M is counted
 from the journal (`interruptions.py`). No save begins while another is being written. Between two saves there is a step
 without one, or the cost of a save could not be measured. The formula assumes that all work since the last save is
 repeated. Here the ledger replays the rollouts, so the run saves too often rather than too seldom.
@@ -23,7 +23,7 @@ and read back by the daemon. Orbax went from 100 to 47 steps between its saves i
 
 At the last step a save is always due. No decision here changes a number of the training. Clock measurements differ from
 rank to rank, and a save is collective. So rank 0 plans the interval, and all ranks decide by its number
-(`trainer.pace`).
+(`trainer.save_pace`).
 
 Whether the loss is volatile is judged from the rows of the metric history. A value is an OUTLIER when it lies far
 from the values before it, by the modified z-score

@@ -14,8 +14,8 @@ import msgspec
 
 from verl_slurm.base.errors import CheckpointCorrupt
 from verl_slurm.base.keys import Keyring
-from verl_slurm.checkpoint.format.schema import current_schema, parse_schema
 from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, FileEntry, Manifest
+from verl_slurm.checkpoint.format.state_schema import current_schema, parse_schema
 from verl_slurm.checkpoint.format.tensor_index import TensorIndex
 from verl_slurm.checkpoint.inspect.contents import (
     known_manifest,

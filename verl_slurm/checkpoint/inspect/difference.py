@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 
 from verl_slurm.base.keys import Keyring
-from verl_slurm.checkpoint.format.schema import SchemaVersion, parse_schema
 from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, FileEntry, Manifest
+from verl_slurm.checkpoint.format.state_schema import SchemaVersion, parse_schema
 from verl_slurm.checkpoint.format.tensor_index import TensorIndex
 from verl_slurm.checkpoint.inspect.contents import (
     flat,

@@ -38,7 +38,7 @@ from verl_slurm.checkpoint.inspect.contents import known_manifest
 from verl_slurm.checkpoint.store.run_config import keys_for
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.checkpoint.store.whole_output import require_free, whole_output
-from verl_slurm.dataset.fingerprint.record import fingerprint
+from verl_slurm.dataset.fingerprint.data_record import fingerprint
 
 Layout = Literal["hf", "single-file", "split"]
 Role = Literal["actor", "critic"]

@@ -28,8 +28,8 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.tree import list_tree, names_in, open_below, open_directory
 from verl_slurm.checkpoint.format.info import Problem, Verdict
 from verl_slurm.checkpoint.store.quarantine import move_to_quarantine
+from verl_slurm.dataset.fingerprint.data_record import FileDigest, Fingerprint, fingerprint
 from verl_slurm.dataset.fingerprint.entries import parse, render, sealed
-from verl_slurm.dataset.fingerprint.record import FileDigest, Fingerprint, fingerprint
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _BLOCK = 4 << 20

@@ -23,7 +23,6 @@ from verl_slurm.base.files import private_dir, rename, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.tree import list_tree, names_in, open_directory
 from verl_slurm.checkpoint.decide.best import metrics_of
-from verl_slurm.checkpoint.format.schema import current_schema, render_schema
 from verl_slurm.checkpoint.format.specification import (
     GUEST_FILES,
     FileEntry,
@@ -32,10 +31,11 @@ from verl_slurm.checkpoint.format.specification import (
     Topology,
     path_problem,
 )
+from verl_slurm.checkpoint.format.state_schema import current_schema, render_schema
 from verl_slurm.checkpoint.store import commit as door
 from verl_slurm.checkpoint.store.commit import SavedCheckpoint
 from verl_slurm.checkpoint.store.verify import read_manifest
-from verl_slurm.dataset.fingerprint import record as fingerprint
+from verl_slurm.dataset.fingerprint import data_record as fingerprint
 
 
 @dataclass(frozen=True, kw_only=True)

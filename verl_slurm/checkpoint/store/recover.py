@@ -20,12 +20,12 @@ from verl_slurm.checkpoint.decide.restore import decide_resume
 from verl_slurm.checkpoint.format.components import require_full
 from verl_slurm.checkpoint.format.info import Verdict
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
-from verl_slurm.checkpoint.format.schema import (
+from verl_slurm.checkpoint.format.specification import Manifest
+from verl_slurm.checkpoint.format.state_schema import (
     check_schema,
     current_schema,
     read_schema,
 )
-from verl_slurm.checkpoint.format.specification import Manifest
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.quarantine import move_to_quarantine
 from verl_slurm.checkpoint.store.verify import verify

@@ -10,11 +10,10 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.specification import MANIFEST
 from verl_slurm.checkpoint.store.commit import StagingDirectory
 from verl_slurm.checkpoint.store.whole_output import require_free, whole_output
-from verl_slurm.cli.checkpoint.verify import one_checkpoint
-from verl_slurm.cli.options import PLACE, RUN, Whole, command, flag, option
+from verl_slurm.cli.checkpoint.verify_command import one_checkpoint
+from verl_slurm.cli.command_options import PLACE, RUN, Whole, command, flag, option
 from verl_slurm.cli.show import render
 from verl_slurm.containers.runtimes import contained_argv
-from verl_slurm.verl.layout import step_of
 from verl_slurm.verl.reshard.checkpoint import (
     DivisionSource,
     Made,
@@ -26,6 +25,7 @@ from verl_slurm.verl.reshard.checkpoint import (
     write_step,
 )
 from verl_slurm.verl.reshard.dividing import OnBytes, RanksPython, ReshardPlan
+from verl_slurm.verl.step_layout import step_of
 
 _MOST = 65_536
 

@@ -16,10 +16,10 @@ from verl_slurm.base.errors import NotFound
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.run_config import keys_for
-from verl_slurm.cli.options import RUN, Whole, command, flag, key_option, option
+from verl_slurm.cli.command_options import RUN, Whole, command, flag, key_option, option
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load_resolved
-from verl_slurm.runs.record import last_job
+from verl_slurm.runs.run_record import last_job
 from verl_slurm.runtime_state.samples import StepSamples, best_and_worst, read_samples
 
 _LINE = 1 << 20

@@ -7,14 +7,14 @@ import click
 from verl_slurm.base.errors import SlurmMissing, SlurmRefused
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
-from verl_slurm.cli.options import PLACE, RUN, Whole, command, flag, option
+from verl_slurm.cli.command_options import PLACE, RUN, Whole, command, flag, option
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load_resolved
 from verl_slurm.journal.events import RewardAsked
 from verl_slurm.journal.files import append_event
 from verl_slurm.runs.requests import ask_for_save, cancel_run, requeue_run
 from verl_slurm.slurm.runner import telling
-from verl_slurm.submit.checks.inputs import absolute_reward, check_reward, refuse_guests
+from verl_slurm.submit.checks.model_and_reward import absolute_reward, check_reward, refuse_guests
 from verl_slurm.wire.reward_plan import ask_for_reward
 
 

@@ -16,19 +16,19 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.shipped import shipped
-from verl_slurm.cli.options import CONFIG, KEY_VALUE, Whole, command, flag, option
+from verl_slurm.cli.command_options import CONFIG, KEY_VALUE, Whole, command, flag, option
 from verl_slurm.cli.run.watch import tell_until_end
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.dataset.fingerprint.record import Drift
+from verl_slurm.dataset.fingerprint.data_record import Drift
 from verl_slurm.slurm.batch import batch_script, sbatch_options
 from verl_slurm.slurm.runner import telling
-from verl_slurm.submit.checks.code import TreesRead
-from verl_slurm.submit.checks.inputs import needs_building
-from verl_slurm.submit.checks.rank_environment import show_rank_environment
+from verl_slurm.submit.checks.code_trees import TreesRead
+from verl_slurm.submit.checks.model_and_reward import needs_building
+from verl_slurm.submit.checks.ranks_environment import show_rank_environment
 from verl_slurm.submit.executor import local_command, render_script
-from verl_slurm.submit.plan import SubmissionPlan
+from verl_slurm.submit.submission_plan import SubmissionPlan
 from verl_slurm.submit.sweep import SweptRun, swept_runs
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import click
 from verl_slurm.base.errors import NotFound
 from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.cli.options import PLACE, command
+from verl_slurm.cli.command_options import PLACE, command
 from verl_slurm.cli.show import render, story
 from verl_slurm.cli.show.run_tables import curve_of, live_line
 from verl_slurm.journal.events import Event
@@ -21,7 +21,7 @@ from verl_slurm.journal.steps import last_steps
 from verl_slurm.runs.follow import follow_run
 from verl_slurm.runs.follow_many import FleetWatch, Followed
 from verl_slurm.runs.glance import find_runs
-from verl_slurm.runs.record import last_job, require_run
+from verl_slurm.runs.run_record import last_job, require_run
 
 
 def tell_until_end(paths: RunPaths, offset: int, *, as_json: bool, verbose: bool = False) -> int:

@@ -5,7 +5,7 @@ import shlex
 import click
 import msgspec
 
-from verl_slurm.cli.options import KEY, command, flag
+from verl_slurm.cli.command_options import KEY, command, flag
 from verl_slurm.cli.show import render
 from verl_slurm.config.explain import Explained, Key, all_keys, explain, explain_fully
 

@@ -13,7 +13,7 @@ import msgspec
 
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.one_line import counted
-from verl_slurm.cli.options import F, ParamType, Whole, flag, option, with_json
+from verl_slurm.cli.command_options import F, ParamType, Whole, flag, option, with_json
 from verl_slurm.cli.show import render
 from verl_slurm.config.explain import meanings
 from verl_slurm.devcluster.cluster import ClusterStatus, DevCluster

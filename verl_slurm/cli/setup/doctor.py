@@ -12,16 +12,16 @@ from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.shipped import shipped
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
-from verl_slurm.cli.options import CONFIG, Number, Whole, command, flag, option
+from verl_slurm.cli.command_options import CONFIG, Number, Whole, command, flag, option
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.doctor.cluster_rules import judge_cluster
-from verl_slurm.doctor.places import judge_place, probe_place
+from verl_slurm.doctor.storage_probe import judge_place, probe_place
 from verl_slurm.health import Finding, bad, good, warn, worst
 from verl_slurm.health.bad_nodes import folder, recall
-from verl_slurm.slurm.client import SlurmClient
-from verl_slurm.submit.checks.inputs import absolute
+from verl_slurm.slurm.slurm_client import SlurmClient
+from verl_slurm.submit.checks.model_and_reward import absolute
 from verl_slurm.submit.checks.preflight import partition_complaint
 from verl_slurm.submit.relative_paths import Places
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 from verl_slurm.config.checks import Complaint
-from verl_slurm.config.container import ContainerConfig
+from verl_slurm.config.container_section import ContainerConfig
 from verl_slurm.config.schema import RunConfig
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")

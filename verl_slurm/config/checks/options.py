@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from verl_slurm.config.checks import Complaint
-from verl_slurm.config.slurm import SlurmConfig
+from verl_slurm.config.slurm_section import SlurmConfig
 
 _LONG_OPTION = re.compile(r"[a-z][a-z0-9-]{1,40}")
 OWN_OPTIONS = {

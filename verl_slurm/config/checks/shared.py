@@ -23,7 +23,7 @@ from verl_slurm.config.checks.rollout import rollout_complaints
 from verl_slurm.config.checks.tiers import tier_complaints
 from verl_slurm.config.checks.train import batch_complaints, data_complaints, train_complaints
 from verl_slurm.config.elastic import allowed_nodes
-from verl_slurm.config.hooks import HOOKS, HooksConfig
+from verl_slurm.config.hooks_section import HOOKS, HooksConfig
 from verl_slurm.config.reward_spec import FORMS, nearest_form, parse_reward
 from verl_slurm.config.roles import trained_roles
 from verl_slurm.config.schema import (
@@ -34,7 +34,7 @@ from verl_slurm.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from verl_slurm.config.services import MOST_SERVICES, ServiceConfig
+from verl_slurm.config.services_section import MOST_SERVICES, ServiceConfig
 
 # A name is a part of paths and of #SBATCH lines: no blank, no quote, no leading dash or dot.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")

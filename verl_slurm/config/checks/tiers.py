@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
 from verl_slurm.config.checks import Complaint
-from verl_slurm.config.tiers import TierConfig
+from verl_slurm.config.tiers_section import TierConfig
 
 LOCAL_TIER = "checkpoints"
 """Tier 0: the run's own directory. No other tier may have this name."""

@@ -39,7 +39,7 @@ from verl_slurm.base.bounded import Limit, check_json, decode_json, open_regular
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.mounts import keeps_ctime
-from verl_slurm.dataset.fingerprint.hashing import Hashed, Seen
+from verl_slurm.dataset.fingerprint.file_hashing import Hashed, Seen
 
 _LIMIT = Limit(num_bytes=256 << 20, num_values=8_000_000)
 """About 150 bytes and eight values per file: enough for a million files."""

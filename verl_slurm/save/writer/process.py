@@ -19,8 +19,8 @@ from verl_slurm.base.processes import die_with_parent
 from verl_slurm.checkpoint.hashing import process_hasher
 from verl_slurm.config.schema import EncryptionConfig
 from verl_slurm.save.writer.arena import Arena
+from verl_slurm.save.writer.file_sealing import PATIENCE_S, SealedStream, Sealer
 from verl_slurm.save.writer.protocol import FromSaver, SaverReady, Write, Written
-from verl_slurm.save.writer.sealing import PATIENCE_S, SealedStream, Sealer
 from verl_slurm.save.writer.writing import write_and_hash
 
 # What Slurm sends to a whole step is meant for the daemon; the rank decides how long we live.

@@ -20,8 +20,8 @@ from verl_slurm.base.tree import open_directory
 from verl_slurm.checkpoint.format.specification import CHUNK_BYTES, FileEntry
 from verl_slurm.checkpoint.hashing import Hasher, process_hasher
 from verl_slurm.checkpoint.store.chunks import leaf_count, make_entry
+from verl_slurm.save.writer.file_sealing import SealedStream, StreamReader
 from verl_slurm.save.writer.protocol import ArenaFile, Written
-from verl_slurm.save.writer.sealing import SealedStream, StreamReader
 
 # One request of this size keeps a disk or server busy; larger ones gain nothing (measured: 1 to 64 MiB alike).
 _BLOCK_BYTES = 16 << 20

@@ -11,7 +11,7 @@ from verl_slurm.base.errors import ConfigError, DataError, VerlSlurmError
 from verl_slurm.config.checks import Complaint
 from verl_slurm.config.families import FAMILIES, family_complaints, family_notes
 from verl_slurm.config.schema import BUILTIN, DistributedConfig, RunConfig
-from verl_slurm.submit.checks.inputs import BUILTIN_MODELS
+from verl_slurm.submit.checks.model_and_reward import BUILTIN_MODELS
 
 
 def said_of(path: str) -> dict[str, Any]:

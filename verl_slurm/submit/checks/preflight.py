@@ -31,18 +31,18 @@ from verl_slurm.checkpoint.format.components import require_same_models
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.config.checks.rollout import check_engine, require_engine
-from verl_slurm.config.hooks import HOOKS
+from verl_slurm.config.hooks_section import HOOKS
 from verl_slurm.config.schema import BUILTIN, RunConfig
-from verl_slurm.config.services import nodes_of_components
-from verl_slurm.config.slurm import SlurmConfig
-from verl_slurm.slurm.client import SlurmClient
+from verl_slurm.config.services_section import nodes_of_components
+from verl_slurm.config.slurm_section import SlurmConfig
 from verl_slurm.slurm.facts import PartitionFacts
-from verl_slurm.submit.checks.data import check_data
-from verl_slurm.submit.checks.inputs import check_names, check_reward
+from verl_slurm.slurm.slurm_client import SlurmClient
+from verl_slurm.submit.checks.model_and_reward import check_names, check_reward
 from verl_slurm.submit.checks.model_families import check_model_shape, said_of
 from verl_slurm.submit.checks.model_files import check_model, refuse_adapter
-from verl_slurm.submit.checks.programs import Found, check_executable
-from verl_slurm.submit.plan import Cluster
+from verl_slurm.submit.checks.prompt_data import check_data
+from verl_slurm.submit.checks.user_programs import Found, check_executable
+from verl_slurm.submit.submission_plan import Cluster
 from verl_slurm.submit.undoing import only_submitter
 from verl_slurm.wire.http import read_token
 

@@ -20,8 +20,8 @@ from verl_slurm.checkpoint.store.medium import room_for
 from verl_slurm.config.roles import trained_roles
 from verl_slurm.config.schema import BUILTIN, RunConfig
 from verl_slurm.submit.checks.model_files import num_parameters
-from verl_slurm.verl.inputs import bytes_per_parameter, inputs_of, said_settings
 from verl_slurm.verl.overrides import user_settings
+from verl_slurm.verl.verl_inputs import bytes_per_parameter, inputs_of, said_settings
 
 _FILES_PER_RANK = 8
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}

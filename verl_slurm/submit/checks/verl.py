@@ -34,12 +34,17 @@ from verl_slurm.config.elastic import allowed_nodes
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.containers.runtimes import contained_argv
 from verl_slurm.loops.verl_settings import start_settings
-from verl_slurm.submit.checks import programs
+from verl_slurm.submit.checks import user_programs
 from verl_slurm.submit.checks.model_files import refuse_adapter, refuse_pointers, weights_problem
-from verl_slurm.submit.checks.programs import Found, answer_of_ranks_python, check_modules, check_source
+from verl_slurm.submit.checks.user_programs import Found, answer_of_ranks_python, check_modules, check_source
 from verl_slurm.submit.checks.verl_data import check_sizes, check_verl_data
 from verl_slurm.verl.composing import Composed, unread_additions
-from verl_slurm.verl.inputs import (
+from verl_slurm.verl.overrides import Setting, judged, require_possible, switches_as_text, value_at
+from verl_slurm.verl.releases import Entry, installed_verl, require_usable
+from verl_slurm.verl.reshard.checkpoint import plan_source, require_fsdp, require_room, source_of
+from verl_slurm.verl.reshard.dividing import ranks_python
+from verl_slurm.verl.step_layout import is_distributed, step_of, way_out
+from verl_slurm.verl.verl_inputs import (
     ENGINES,
     CodeFile,
     Input,
@@ -52,11 +57,6 @@ from verl_slurm.verl.inputs import (
     said_settings,
     with_critic,
 )
-from verl_slurm.verl.layout import is_distributed, step_of, way_out
-from verl_slurm.verl.overrides import Setting, judged, require_possible, switches_as_text, value_at
-from verl_slurm.verl.releases import Entry, installed_verl, require_usable
-from verl_slurm.verl.reshard.checkpoint import plan_source, require_fsdp, require_room, source_of
-from verl_slurm.verl.reshard.dividing import ranks_python
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _OF_CLASSES = ("tool_config_path", "agent_loop_config_path", "interaction_config_path")
@@ -424,7 +424,7 @@ def check_ranks(config: RunConfig, paths: RunPaths, committed: Sequence[Checkpoi
     try:
         manifest = read_manifest(path)
         require_fsdp(source := source_of(path, manifest), now)
-        if unseen := programs.why_unseen(config):
+        if unseen := user_programs.why_unseen(config):
             return f"not looked at: whether {path.name} of {ranks} ranks can be divided among {now}: {unseen}"
         plan = plan_source(source, now, partial(ranks_python, config, contained_argv))
         require_room(source, plan, paths.resharded.checkpoints)

@@ -18,11 +18,11 @@ from verl_slurm.base.errors import ConfigError, DataError
 from verl_slurm.base.one_line import counted
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dataset.prompts.look import MOST_TEXTS, Rows, WantedRows
-from verl_slurm.submit.checks.data import look_at_files, refuse_partial
-from verl_slurm.submit.checks.programs import Found, ranks_search
-from verl_slurm.verl.inputs import Input, with_critic
+from verl_slurm.submit.checks.prompt_data import look_at_files, refuse_partial
+from verl_slurm.submit.checks.user_programs import Found, ranks_search
 from verl_slurm.verl.overrides import value_at
 from verl_slurm.verl.releases import Entry
+from verl_slurm.verl.verl_inputs import Input, with_critic
 
 _MANAGERS = ("naive", "dapo", "gdpo", "remote", "rate_limited")
 """Those of verl's own that give `data_source` and the ground truth to a function."""

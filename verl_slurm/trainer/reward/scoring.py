@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 from verl_slurm.base.bounded import TOKENIZER, read_regular
 from verl_slurm.base.errors import ConfigError, DataError, DatasetDrift
 from verl_slurm.config.reward_spec import FORMS, RewardSpec, parse_reward
-from verl_slurm.dataset.fingerprint.record import fingerprint
+from verl_slurm.dataset.fingerprint.data_record import fingerprint
 from verl_slurm.trainer.data import Batch, load_tokenizer
 from verl_slurm.trainer.models import load_pretrained
 from verl_slurm.trainer.reward.python import load_python_reward

@@ -34,8 +34,8 @@ from verl_slurm.checkpoint.decide.notice import LoudNotice
 from verl_slurm.save.ranks.collective import Collective, RanksFailed
 from verl_slurm.trainer.data import Batch
 from verl_slurm.trainer.objective.warm_start import IDENTITY, matching
-from verl_slurm.trainer.report import Reporter
-from verl_slurm.trainer.reward.files import Keep, digest_and_keep, write_light_snapshot
+from verl_slurm.trainer.reporter import Reporter
+from verl_slurm.trainer.reward.reward_files import Keep, digest_and_keep, write_light_snapshot
 from verl_slurm.trainer.reward.scoring import Reward, build_reward
 from verl_slurm.trainer.state.reward_state import RewardState
 from verl_slurm.trainer.state.train_state import TrainState

@@ -7,7 +7,7 @@ from pathlib import Path
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.frozen import read_back_others, store_frozen
-from verl_slurm.dataset.fingerprint.record import Fingerprint
+from verl_slurm.dataset.fingerprint.data_record import Fingerprint
 from verl_slurm.loops.session import Session
 from verl_slurm.trainer.measures import console
 

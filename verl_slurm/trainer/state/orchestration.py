@@ -17,7 +17,7 @@ from verl_slurm.base.files import write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.specification import Topology
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.dataset.fingerprint.record import Fingerprint
+from verl_slurm.dataset.fingerprint.data_record import Fingerprint
 from verl_slurm.trainer.parallel.places import axis_groups, place_of
 
 

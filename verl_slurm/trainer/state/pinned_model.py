@@ -21,7 +21,7 @@ from pathlib import Path
 from verl_slurm.base.digest import hash_fd, num_threads
 from verl_slurm.base.errors import DataError, DatasetDrift, VerlSlurmError
 from verl_slurm.base.scratch import Scratch
-from verl_slurm.dataset.fingerprint.hashing import Stamp, stamp_of
+from verl_slurm.dataset.fingerprint.file_hashing import Stamp, stamp_of
 from verl_slurm.wire.environment import CONTROL_VARIABLE
 
 _SMALL_BYTES = 64 << 20

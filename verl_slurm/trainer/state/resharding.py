@@ -1,8 +1,8 @@
 """Redistributes the state of a run that continues with another number of ranks. Pure.
 
 Tensors need nothing: `save.ranks.loader` fills any rank's boxes from whatever pieces were saved. The rest is the
-running step. Its rollouts come in global micro-batches, of which rank r of N has every N-th from r on (`trainer.step`).
-So those of all former ranks are put back into their global order and dealt out again:
+running step. Its rollouts come in global micro-batches, of which rank r of N has every N-th from r on
+(`trainer.learner`). So those of all former ranks are put back into their global order and dealt out again:
 
 * generating: a number that all new ranks can share equally is kept, the rest is replayed from the ledger;
 * scoring: begins again, with the very weights it began with;

@@ -58,7 +58,7 @@ class Buffers:
 
 @dataclass
 class TrainState:
-    """One rank's whole state between two positions. Mutable: `trainer.step` changes it, and `trainer.reward.swap`
+    """One rank's whole state between two positions. Mutable: `trainer.learner` changes it, and `trainer.reward.swap`
     changes `reward` between steps.
     """
 

@@ -32,7 +32,6 @@ from verl_slurm.checkpoint.store.commit import StagingDirectory, commit, seal
 from verl_slurm.checkpoint.store.medium import room_for
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config.load import load_own
-from verl_slurm.verl.layout import is_distributed, merge_command, read_layout
 from verl_slurm.verl.reshard.dividing import (
     OnBytes,
     RanksPython,
@@ -43,6 +42,7 @@ from verl_slurm.verl.reshard.dividing import (
     this_python,
 )
 from verl_slurm.verl.shards import judge_step
+from verl_slurm.verl.step_layout import is_distributed, merge_command, read_layout
 from verl_slurm.verl.tracker import tracker_file
 
 RECORD = "resharded"

@@ -50,8 +50,6 @@ from verl_slurm.base.digest import num_threads
 from verl_slurm.base.errors import CheckpointCorrupt, VerlSlurmError
 from verl_slurm.base.files import open_new, write_file
 from verl_slurm.base.tree import list_tree, open_below, open_directory
-from verl_slurm.verl.copying import copy_files, how_to_copy
-from verl_slurm.verl.layout import read_layout, shard_of
 from verl_slurm.verl.reshard.dividing import (
     END,
     Answer,
@@ -63,6 +61,8 @@ from verl_slurm.verl.reshard.dividing import (
     cannot,
 )
 from verl_slurm.verl.shards import identity_of
+from verl_slurm.verl.step_copying import copy_files, how_to_copy
+from verl_slurm.verl.step_layout import read_layout, shard_of
 
 _ROOM = 512 << 20
 _M_ARENA_MAX = -8  # malloc.h of glibc

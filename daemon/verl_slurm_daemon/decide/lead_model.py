@@ -1,0 +1,194 @@
+"""The lead's knowledge while it decides: data for `policy.decide`, without effects."""
+
+from enum import StrEnum
+from typing import Literal, Self
+
+import msgspec
+
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.journal.causes import meaning_of
+from verl_slurm.wire.messages import PartSaved, RankRefused, SavedOnNodes, SaveStarted
+from verl_slurm_daemon.decide import actions as act, inputs
+from verl_slurm_daemon.decide.delays import IN_PLACE_S
+from verl_slurm_daemon.decide.lead_states import State
+
+_ENOUGH_TO_BLAME = 2
+
+
+class Intent(StrEnum):
+    """The plan for the time when the ranks are gone."""
+
+    REQUEUE = "requeue"
+    CANCELLED = "cancelled"
+    ALREADY_REQUEUED = "already requeued"
+
+
+FailureKind = Literal["crash", "hang", "node", "stranger", "environment"]
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """The limits that the user configured (`DaemonConfig`)."""
+
+    crash_budget: int
+    backoff_s: float
+    no_progress_limit: int
+    hang_budget: int = 2
+    node_budget: int = 2
+    stranger_budget: int = 4
+    spare_nodes: int = 0
+    """Nodes that the job can do without: spare ones, and those beyond `distributed.min_nodes`."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        return cls(
+            crash_budget=config.daemon.crash_budget,
+            backoff_s=config.daemon.backoff_s,
+            no_progress_limit=config.daemon.no_progress_limit,
+            hang_budget=config.daemon.hang_budget,
+            node_budget=config.daemon.node_budget,
+            spare_nodes=config.held_nodes - config.least_nodes,
+        )
+
+    def budget(self, kind: FailureKind) -> int:
+        """Returns how many restarts in place such failures allow."""
+        budgets: dict[FailureKind, int] = {
+            "crash": self.crash_budget,
+            "hang": self.hang_budget,
+            "node": self.node_budget + self.spare_nodes,
+            "stranger": self.stranger_budget,
+            "environment": len(IN_PLACE_S),
+        }
+        return budgets[kind]
+
+
+class Model(msgspec.Struct, frozen=True):
+    """Everything that a decision may depend on."""
+
+    limits: Limits
+    state: State = State.STARTING
+    world_size: int = 0
+    generation: int = 0
+    crashes: int = 0
+    """Failures of all kinds in this allocation, since the last checkpoint that verified."""
+    failed: tuple[tuple[FailureKind, str], ...] = ()
+    """The same failures one by one: kind, and the node that caused it (empty: unknown)."""
+    failure_kind: FailureKind = "crash"
+    failure_node: str = ""
+    fruitless: int = 0
+    """Crashed restarts in a row that sampled nothing new; the back-off grows with this number."""
+    strangers: int = 0
+    """Starts in a row, of all attempts, that met strangers and had sampled nothing new."""
+    request_id: int = 0
+    intent: Intent | None = None
+    cause: str = ""
+    asking: bool = False
+    left: tuple[str, ...] = ()
+    """Nodes that the next attempt must not have: their cloud takes them back, or they failed a check."""
+    replaced: tuple[str, ...] = ()
+    """Nodes of this job whose places spare ones take."""
+    unfit: int = 0
+    """Attempts in a row, before this one, that met a bad node."""
+    starts_failed: int = 0
+    """Attempts in a row, before this one, that storage or Slurm stopped."""
+    tries: int = 0
+    """Starts of ranks in a row, in this attempt, that storage or Slurm stopped; the waits grow with this number."""
+    hold: tuple[ExitCode, str] | None = None
+    """Patience is over: the job is to be held, and why. The code is that of the end where no job can be held."""
+    ask_again: str = ""
+    """The trigger that arrived while Slurm was being asked: Slurm's answer may be older than it."""
+    started: int = 0
+    """The ranks of this restart that have sent a message, a bit for each."""
+    finished: int = 0
+    """The ranks that have done all steps, a bit for each: a set of thousands would be copied for each rank's word."""
+    unverified: str = ""
+    """The newest checkpoint whose read-back has no result yet."""
+    lost: str = ""
+    """The result of the newest checkpoint's read-back, if not good: a run that ends with it is not done."""
+    came: int = 0
+    """The ranks that have come to the save before the end, a bit for each."""
+    wrote: int = 0
+    """Those of them whose own part of it is durable, a bit for each."""
+    on_nodes: SavedOnNodes | None = None
+    """What the nodes' disks have of the save before the end, while shared storage does not have it."""
+    failure: str = ""
+    """Why the present restart is being taken down; empty: it is not."""
+    refusal: RankRefused | None = None
+    """The present trainer's refusal, which another start would not change."""
+    step_gone: bool = True
+    fresh: bool = False
+    """This restart has sampled a rollout of its own: it is past everything that was replayed."""
+    requeue: inputs.RequeueAnswered | None = None
+    delay_s: int | None = None
+    """Seconds that the next start has to wait; None: as the user configured it."""
+    trained: bool = False
+    """Ranks of this run have trained, so all that a start needs was there."""
+    step: int = 0
+    """Completed steps, as the ranks report them."""
+    wish: inputs.CauseKnown | None = None
+    """A requeue for which nothing presses: it waits for a checkpoint that verifies, and the ranks train on."""
+    wish_save: int = 0
+    """The request for that checkpoint."""
+    wish_name: str = ""
+    """That checkpoint; empty: it is not there yet."""
+    raised: str = ""
+    """Where the user's code last raised, and the exception; empty: it has not, or new rollouts came since."""
+
+    def relaunched(self) -> "Model":
+        """Returns this at the start of the next restart."""
+        # Budgets and `request_id` outlive a restart: a late answer to an older request never equals the present one.
+        return msgspec.structs.replace(
+            self,
+            state=State.LAUNCHING,
+            generation=self.generation + 1,
+            finished=0,
+            failure="",
+            failure_kind="crash",
+            failure_node="",
+            lost="",
+            refusal=None,
+            step_gone=False,
+            fresh=False,
+            started=0,
+        )
+
+    def without(self, node: str) -> "Model":
+        """Returns this with a spare node in the place of one that is lost or bad, as far as there are any."""
+        if not node or node in self.replaced or len(self.replaced) >= self.limits.spare_nodes:
+            return self
+        return msgspec.structs.replace(self, replaced=(*self.replaced, node))
+
+    @property
+    def all_finished(self) -> bool:
+        # `Ready` has not come while `world_size` is 0: nobody has finished then.
+        return self.world_size > 0 and self.finished.bit_count() == self.world_size
+
+    def further(self, message: SaveStarted | PartSaved) -> "Model":
+        """Returns this with a rank's progress in the save before the end."""
+        if self.state is not State.SAVING or message.request_id != self.request_id:
+            return self
+        if isinstance(message, SaveStarted):
+            return msgspec.structs.replace(self, came=self.came | self.bit(message.rank))
+        return msgspec.structs.replace(self, wrote=self.wrote | self.bit(message.rank))
+
+    def bit(self, rank: int) -> int:
+        """Returns the bit of a rank; none of a number that no rank has, which could be of any size."""
+        return 1 << rank if 0 <= rank < self.world_size else 0
+
+    @property
+    def saves_unbounded(self) -> bool:
+        """Returns whether this is a save before the end without a deadline: Slurm does not want the nodes."""
+        return self.state is State.SAVING and meaning_of(self.cause).ended_by == "us"
+
+
+class Decision(msgspec.Struct, frozen=True):
+    model: Model
+    actions: tuple[act.Action, ...] = ()
+
+
+def suspects(failed: tuple[tuple[FailureKind, str], ...]) -> tuple[str, ...]:
+    """Returns the node that caused all of several failures. A wrong program fails on any node. So after one failure,
+    or several on different nodes, no node is to blame.
+    """
+    nodes = {node for _, node in failed}
+    return tuple(nodes) if len(failed) >= _ENOUGH_TO_BLAME and len(nodes) == 1 and nodes != {""} else ()

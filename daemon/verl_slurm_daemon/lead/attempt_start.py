@@ -1,0 +1,329 @@
+"""Prepares a lead's start: the configuration, the directories, and storage that takes a file.
+
+Storage that is full, read-only or silent, and a Slurm that is away, cost no run. The lead waits for storage as long as
+`IN_PLACE_S` lasts, and for Slurm until it answers (`patiently`). After that the start has failed, and the policy has
+the job requeued: `failed_starts` counts such starts, and `policy` says how long each waits.
+"""
+
+import asyncio
+import errno
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from verl_slurm.base.bounded import TooMuch
+from verl_slurm.base.errors import ConfigError, PermissionRefused, SlurmMissing, VerlSlurmError
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.files import private_dir, share_output
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.run_id import run_id
+from verl_slurm.checkpoint.store.lost import require_run_id
+from verl_slurm.config.load import load_own
+from verl_slurm.config.roles import data_root
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.journal.events import Warned
+from verl_slurm.journal.files import read_history
+from verl_slurm.journal.history import History
+from verl_slurm.slurm.slurm_environment import SlurmJob
+from verl_slurm_daemon.allocation.contract import Allocation
+from verl_slurm_daemon.allocation.hostfile import Host, check_hosts, read_hostfile
+from verl_slurm_daemon.allocation.local import HostfileAllocation, LocalAllocation
+from verl_slurm_daemon.allocation.slurm_job import SlurmAllocation
+from verl_slurm_daemon.decide.delays import IN_PLACE_S, SLURM_AWAY_S
+from verl_slurm_daemon.decide.inputs import StartHindered
+from verl_slurm_daemon.journal import Journal
+
+T = TypeVar("T")
+
+ENVIRONMENT = (OSError, SlurmMissing, PermissionRefused)
+"""Errors that say nothing about the run: storage that fails, a node without processes, a Slurm that is away, or files
+that somebody has opened to others (`chmod -R g+w`), until they are closed again."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
+"""Signals that a lead handles. Blocked until it listens, so that none is lost or fatal."""
+_LOOK_S = 0.2
+_LAST_WAIT_S = 15.0
+"""For storage, once a signal has come: KillWait may run, and a requeue is still to be asked for."""
+_LAST_LOOK_S = 3.0
+_SILENT = "storage did not answer, and a signal came"
+_FIRST_WORD_S = 60.0
+_NOT_KNOWN = 3
+"""Assumed number of failed starts before this one, if the journal that counts them cannot be read."""
+_CODES = {
+    # Every other error (EIO, ESTALE, ETIMEDOUT) says of storage no more than that it fails: NO_PROGRESS.
+    errno.ENOSPC: ExitCode.NO_ROOM,
+    errno.EDQUOT: ExitCode.NO_ROOM,
+    errno.EACCES: ExitCode.PERMISSION,
+    errno.EPERM: ExitCode.PERMISSION,
+}
+
+
+class Ground(NamedTuple):
+    """The run, configuration and allocation of a lead. `failed`: the error that prevented the rest (`ENVIRONMENT`)."""
+
+    paths: RunPaths
+    config: RunConfig
+    allocation: Allocation
+    failed: OSError | PermissionRefused | None = None
+
+
+def prepare(root: Path, hostfile: Path | None) -> Ground:
+    """Reads the configuration and makes the run's directories.
+
+    Raises:
+        VerlSlurmError: the configuration or the hostfile is wrong. Slurm is told not to start this job again.
+    """
+    # With a hostfile Slurm has no part in the run, even inside of a job.
+    job = None if hostfile is not None else SlurmJob.from_environ(dict(os.environ))
+    restarted = job is not None and job.restart_count > 0
+
+    def attempt() -> tuple[RunPaths, RunConfig, str]:
+        paths, host = RunPaths(root.resolve()), ""
+        if restarted:
+            paths.run_yaml.stat()  # missing on a node without the file system: not a wrong configuration
+        config = load_own(paths.run_yaml)
+        for directory in (paths.control, paths.logs, paths.ledger, paths.checkpoints):
+            private_dir(directory)
+        require_run_id(paths)
+        run_id(paths)  # made here, so that no two ranks make it at once
+        share_output(paths.logs)
+        if hostfile is not None:
+            hosts = read_hostfile(hostfile)
+            check_hosts(hosts, config)
+            # Before any rank starts: ranks would be the first to look it up, and fail as in a crash, again and again.
+            _require_resolvable(hosts, hostfile)
+            host = hosts[0].name
+        return paths, config, host
+
+    paths, config, host = RunPaths(Path(os.path.abspath(root))), RunConfig(), ""
+    failed: OSError | PermissionRefused | None = None
+    # ---- try until storage answers, the pauses are over, or a signal comes
+    for pause in (*IN_PLACE_S, None):
+        try:
+            (paths, config, host), failed = _in_thread(attempt), None
+            break
+        # Storage may answer in a moment. A `VerlSlurmError` passes: the file was read, and is wrong.
+        except OSError as error:
+            failed = error
+        except PermissionRefused as error:
+            if not restarted:
+                raise
+            failed = error
+        if pause is None:
+            break
+        say_again(failed, pause)
+        # Slurm's warning or a cancel: the lead decides about it, and half a minute of its grace time may not pass here.
+        if _interrupted(pause):
+            break
+    if hostfile is not None:
+        return Ground(paths, config, HostfileAllocation(config, paths, host), failed)
+    if job is None:
+        return Ground(paths, config, LocalAllocation(config, paths), failed)
+    return Ground(paths, config, SlurmAllocation(job, config, paths), failed)
+
+
+def _in_thread(work: Callable[[], T]) -> T:
+    """Returns the result of `work`. A call that storage does not answer cannot be ended: it is left to its thread.
+
+    Raises:
+        TimeoutError: storage had not answered when Slurm wanted the nodes, or the user the end.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised by `result`
+            future.set_exception(error)
+
+    # No executor: the interpreter would wait for its threads.
+    threading.Thread(target=run, daemon=True).start()
+    began, since, told_s = time.monotonic(), None, _FIRST_WORD_S
+    while not wait([future], timeout=_LOOK_S).done:
+        if time.monotonic() - began > told_s:
+            _say(f"the run directory does not answer for {told_s:.0f} s: the start waits")
+            told_s *= 2
+        if signal.sigpending() & set(SIGNALS):
+            since = since or time.monotonic()
+            if time.monotonic() - since > _LAST_WAIT_S:
+                raise TimeoutError(errno.ETIMEDOUT, _SILENT)
+    return future.result()
+
+
+async def answered(work: Callable[[], T]) -> T:
+    """Returns the result of `work` on storage, on the way out.
+
+    Raises:
+        TimeoutError: there is none after some seconds.
+    """
+    try:
+        async with asyncio.timeout(_LAST_LOOK_S):
+            return await asyncio.to_thread(work)
+    except TimeoutError:
+        raise TimeoutError(errno.ETIMEDOUT, f"storage did not answer in {_LAST_LOOK_S:.0f} s") from None
+
+
+def _require_resolvable(hosts: Sequence[Host], hostfile: Path) -> None:
+    """Refuses a host name that does not resolve here: the agents would never find each other.
+
+    Raises:
+        ConfigError: with the name.
+    """
+    for host in hosts:
+        try:
+            socket.getaddrinfo(host.name, None)
+        except socket.gaierror as error:
+            raise ConfigError(
+                "a host of the hostfile is not known here",
+                where=hostfile,
+                found=f"{host.name}: {error.strerror}",
+                expected="a name or an address that resolves",
+                remedy=f"correct the name, or add it to /etc/hosts: getent hosts {host.name}",
+            ) from None
+
+
+async def patiently(
+    work: Callable[[], Coroutine[Any, Any, T]],
+    interrupted: Callable[[], bool],
+    say: Callable[[Exception, float], None],
+) -> T:
+    """Returns the result of `work`, tried again while storage fails (half a minute) or Slurm does not answer.
+
+    Args:
+        interrupted: Slurm may want the nodes, or the user the end: no more tries.
+        say: is told of each wait.
+
+    Raises:
+        OSError, SlurmMissing, PermissionRefused: of the last try.
+    """
+    tries = 0
+    while True:
+        try:
+            return await _or_interrupted(work(), interrupted)
+        except ENVIRONMENT as error:
+            # While Slurm is away it takes no requeue either, and no other job gets the nodes.
+            if interrupted() or (tries >= len(IN_PLACE_S) and not isinstance(error, SlurmMissing)):
+                raise
+            pause = IN_PLACE_S[tries] if tries < len(IN_PLACE_S) else SLURM_AWAY_S
+            say(error, pause)
+        tries += 1
+        until = time.monotonic() + pause
+        while not interrupted() and time.monotonic() < until:  # noqa: ASYNC110 - signals wait in a queue
+            await asyncio.sleep(_LOOK_S)
+
+
+async def _or_interrupted(work: Coroutine[Any, Any, T], interrupted: Callable[[], bool]) -> T:
+    """Raises OSError: storage had not answered when Slurm wanted the nodes, or the user the end."""
+    task, since = asyncio.ensure_future(work), None
+    while not task.done():
+        await asyncio.wait([task], timeout=_LOOK_S)
+        since = (since or time.monotonic()) if interrupted() else None
+        if since is not None and time.monotonic() - since > _LAST_WAIT_S and not task.done():
+            task.cancel()
+            raise TimeoutError(errno.ETIMEDOUT, _SILENT)
+    return task.result()
+
+
+async def spoken(work: Awaitable[T], what: str, journal: Journal) -> T:
+    """Returns the result of `work`; says now and then that it still waits for it."""
+
+    async def say() -> None:
+        pause = _FIRST_WORD_S
+        while True:
+            await asyncio.sleep(pause)
+            # In a thread, and first: where the journal itself does not answer, a write would stop the lead's loop.
+            await asyncio.to_thread(os.stat, journal.paths.events)
+            text = f"{what} is not done after {pause:.0f} s: storage is slow, or does not answer; the start waits"
+            journal.write(Warned("start", text))
+            pause *= 2
+
+    words = asyncio.create_task(say())
+    try:
+        return await work
+    finally:
+        words.cancel()
+
+
+def require_mounted(config: RunConfig, history: History) -> None:
+    """Checks that what a run has trained with is there at all, if ranks were started for it before.
+
+    A mount point without its file system is an empty directory, or none: that is storage, and no changed data.
+
+    Args:
+        history: of the run. At the first start a wrong path is more likely, and its reader refuses it.
+
+    Raises:
+        FileNotFoundError: a place is missing, or empty.
+    """
+    if not history.counts["restart"]:
+        return
+    places: dict[str, Path | str | None] = {"data.root": data_root(config), "Python": sys.executable}
+    if (keys := config.checkpoint.encryption) is not None:
+        places["checkpoint.encryption.key_file"] = keys.key_file
+        places |= {f"checkpoint.encryption.old_key_files: {path}": path for path in keys.old_key_files}
+    if not config.trainer.is_guest:
+        places |= {"data.eval_root": config.data.eval_root, "model.path": config.model.path}
+    if (container := config.slurm.container) is not None and container.digest is not None:
+        places |= {"slurm.container.image": container.image}
+    for key, place in places.items():
+        if place is not None and os.path.isabs(place) and _is_away(place):
+            what = f"{key} was there when the run started, and is now missing or empty; is its file system mounted?"
+            raise FileNotFoundError(errno.ENOENT, what, str(place))
+
+
+def _is_away(place: Path | str) -> bool:
+    try:
+        with os.scandir(place) as entries:
+            return next(entries, None) is None
+    except NotADirectoryError:
+        return False
+    except FileNotFoundError:
+        return True
+
+
+def say_again(error: Exception, pause_s: float) -> None:
+    """Writes to the lead's log: the journal may be on the storage that fails."""
+    _say(f"{error}: tries again in {pause_s:.0f} s")
+
+
+def _say(text: str) -> None:
+    with suppress(OSError, ValueError):
+        sys.stdout.write(f"verl-slurmd: {text}\n")
+        sys.stdout.flush()
+
+
+async def start_failed(
+    paths: RunPaths, allocation: Allocation, error: OSError | VerlSlurmError
+) -> StartHindered:
+    """Returns the input that tells the policy that `error` stopped the start."""
+    try:
+        # Counted from the journal, since the process that failed before is gone; it may be on the storage that fails.
+        history = await answered(lambda: read_history(paths))
+        before = history.failed_starts(allocation.job_id, allocation.restart)
+    except (OSError, TooMuch):
+        before = _NOT_KNOWN
+    return StartHindered(str(error), before, failed_code(error))
+
+
+def failed_code(error: OSError | VerlSlurmError) -> ExitCode:
+    """Returns the code to end with at last, where no job can be held."""
+    if isinstance(error, VerlSlurmError):
+        return error.exit_code
+    return _CODES.get(error.errno or 0, ExitCode.NO_PROGRESS)
+
+
+def _interrupted(seconds: float) -> bool:
+    """Waits that long; returns whether a signal arrived. The signal stays pending for the lead."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if signal.sigpending() & set(SIGNALS):
+            return True
+        time.sleep(_LOOK_S)  # a blocked signal wakes no process, and sigwait would consume it
+    return False

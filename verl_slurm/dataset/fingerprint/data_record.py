@@ -1,0 +1,344 @@
+"""Takes the data set's fingerprint, records it for a run, and compares it with the present tree.
+
+`entries` defines it. A look is full (every byte is read) or cached (a file with the same path, inode, size,
+mtime and ctime is assumed to hash as before; `cache` lists what that cannot see). The choice:
+
+* A fingerprint that is recorded in RUN/.dataset_fingerprint was read in full just before: the first submission, a
+  change that is accepted (`--force-resume`), a first start without a submission.
+* A fingerprint that is only compared with the record is cached: a later submission and its dry run, the daemon before
+  each start (nodes are waiting), `verl-slurm fingerprint` without `--full`.
+"""
+
+import os
+import stat
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl_slurm.base import bounded
+from verl_slurm.base.errors import CheckpointCorrupt, DataError, DatasetDrift
+from verl_slurm.base.files import write_file
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.tree import DEEPEST, Entry, list_tree, open_directory
+from verl_slurm.dataset.fingerprint import cache as hash_cache
+from verl_slurm.dataset.fingerprint.entries import (
+    Drift as Drift,
+    FileDigest as FileDigest,
+    Fingerprint as Fingerprint,
+    Kind,
+    drift as drift,
+    parse,
+    render,
+    sealed,
+)
+from verl_slurm.dataset.fingerprint.file_hashing import Hashed, Seen, hash_files, stamp_of
+
+DataPlace = Path | str | tuple[str, ...]
+"""Where a data set is: a directory; or, as verl names them, files and directories, each by its absolute path."""
+
+_NO_STAMP = (0, 0, 0, 0)
+# A tree that changes this often while it is read is being written to.
+_ATTEMPTS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survey:
+    """Result of a look at a tree, and how it was taken."""
+
+    found: Fingerprint
+    unnoticed: tuple[str, ...]
+    """Full looks: files whose content differs from the cache's, although their stamp is the same."""
+    notices: tuple[str, ...]
+    root: Path
+    files: dict[str, Seen]
+    hashed: dict[str, Hashed]
+    """Of each file, and maybe of more."""
+    read_now: set[str]
+    """Files whose content was read now; the others come from the cache."""
+    began_ns: int
+    known: bool
+    """The cache says all of it already."""
+
+    @property
+    def num_read(self) -> int:
+        return len(self.read_now)
+
+
+def fingerprint(root: Path | str) -> Fingerprint:
+    """Reads and hashes the whole tree below `root`.
+
+    Raises:
+        DataError: it is missing, no directory, without a file, unreadable, holds a broken link, a loop of links, a
+            device, socket or pipe, a name that is not UTF-8, or keeps changing while it is read.
+    """
+    return survey(root).found
+
+
+def survey(
+    place: DataPlace,
+    *,
+    cache: Path | None = None,
+    full: bool = False,
+    clock_ns: Callable[[], int] = time.time_ns,
+) -> Survey:
+    """Looks at a tree, or at the files that `place` names. Writes nothing: `remember` does.
+
+    Args:
+        cache: of an earlier look; None: every file is read.
+        full: read every file nevertheless, and report where the cache was wrong.
+        clock_ns: the wall clock, ns since 1970.
+
+    Raises:
+        DataError: as `fingerprint`.
+        OSError: a file that `place` names is not there, or storage does not answer.
+    """
+    # Before anything is read: a file is old enough for the cache if it was old at this moment.
+    began_ns = clock_ns()
+    old, notice = hash_cache.load(cache) if cache else ({}, None)
+    root = Path("/" if isinstance(place, tuple) else place)
+    # A full look starts with no hashes: what the cache says is then compared with what was read.
+    known = {} if full else dict(old)
+    read_now: set[str] = set()
+    # Hash, then walk again: only a tree that looks the same before and after was read as one state.
+    for _ in range(_ATTEMPTS + 1):
+        # Without hashes to compare with, the first walk needs the names alone.
+        files, folders = _listed(place, numbers=bool(known))
+        devices = hash_cache.devices_with_ctime(root, files) if old and not full else frozenset()
+        # By stamp: a file that was written meanwhile has another one, and is read again.
+        unknown = [
+            path
+            for path, file in files.items()
+            if (one := known.get(path)) is None
+            or one.stamp != file.stamp
+            or not (path in read_now or file.device in devices)
+        ]
+        if not unknown:
+            break
+        try:
+            hashed = hash_files(root, unknown)
+        except OSError as error:
+            where = error.filename
+            raise _data_error(
+                "a data file cannot be read", where, error.strerror, "a readable file"
+            ) from error
+        known |= hashed
+        read_now |= hashed.keys()
+    else:
+        raise _data_error(
+            "the data set changes while it is read", place_of(place), "files come and go", "files at rest"
+        )
+    # Their stamps agree, so a change went past the file system, or the cache was forged.
+    wrong = [
+        path
+        for path, one in (old.items() if full else ())
+        if path in files and one.stamp == known[path].stamp and one.sha256 != known[path].sha256
+    ]
+    return Survey(
+        found=_assembled(root, files, folders, known),
+        unnoticed=tuple(sorted(wrong)),
+        notices=(notice,) if notice else (),
+        root=root,
+        files=files,
+        hashed=known,
+        read_now=read_now,
+        began_ns=began_ns,
+        known=not read_now and len(files) == len(old),
+    )
+
+
+def remember(path: Path, seen: Survey) -> str | None:
+    """Stores the result `seen` as the hash cache `path`; returns a failure in one line."""
+    if seen.known:
+        return None
+    kept = hash_cache.settled(seen.root, seen.files, seen.hashed, seen.read_now, seen.began_ns)
+    return hash_cache.save(path, kept)
+
+
+def read(paths: RunPaths) -> Fingerprint | None:
+    """Returns the fingerprint that the run started with, or None when none is recorded.
+
+    Raises:
+        CheckpointCorrupt: the record is not whole.
+    """
+    try:
+        return parse(bounded.read_regular(paths.fingerprint, bounded.FINGERPRINT), bounded.FINGERPRINT)
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointCorrupt(
+            "the recorded data set fingerprint cannot be read",
+            where=paths.fingerprint,
+            found=error,
+            remedy="remove it and start again, if you know that the data did not change",
+        ) from error
+
+
+def write(paths: RunPaths, found: Fingerprint) -> None:
+    """Records the fingerprint that the run starts with, durably.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    write_file(paths.fingerprint, render(found))
+
+
+def look(
+    paths: RunPaths,
+    place: DataPlace,
+    recorded: Fingerprint | None,
+    *,
+    may_record: bool = False,
+) -> Survey:
+    """Looks at the data of a run, in full if the result may be recorded. Writes nothing.
+
+    Args:
+        recorded: the fingerprint to compare with; None: the result will be recorded.
+        may_record: a difference may be accepted, and recorded then.
+
+    Raises:
+        DataError: as `fingerprint`.
+    """
+    # What will be recorded is read in full: the record decides about all later starts.
+    if recorded is None:
+        return survey(place)
+    seen = survey(place, cache=paths.hash_cache)
+    # The cached look has shown a change. What is accepted instead is read in full before it is recorded.
+    if may_record and drift(recorded, seen.found):
+        return survey(place)
+    return seen
+
+
+def check_dataset(
+    paths: RunPaths,
+    place: DataPlace,
+    *,
+    trained_on: str = "",
+    notice: Callable[[str], None] = lambda text: None,
+) -> Fingerprint:
+    """Compares the data at `place` with what the run started with; records it if there is no record yet. Runs at every
+    start.
+
+    Args:
+        trained_on: the digest in the newest checkpoint, for a run that has lost its record; empty: not known.
+        notice: called for a hash cache that cannot be read or stored.
+
+    Raises:
+        DatasetDrift: the data differs; `found` names the differing files.
+        DataError: it cannot be hashed.
+    """
+    recorded = read(paths)
+    seen = look(paths, place, recorded)
+    # Before the refusal: the next look at this tree is spared the reading, whatever it is compared with.
+    for text in (*seen.notices, remember(paths.hash_cache, seen)):
+        if text:
+            notice(text)
+    if recorded is None:
+        require_trained_on(seen.found, trained_on, place)
+        write(paths, seen.found)
+    elif difference := drift(recorded, seen.found):
+        raise DatasetDrift(
+            "the data set is not the one the run started with",
+            where=place_of(place),
+            found=difference.one_line(),
+            expected=f"the files of {paths.fingerprint}",
+            remedy="restore the data, or accept the change with verl-slurm submit --force-resume",
+        )
+    return seen.found
+
+
+def require_trained_on(found: Fingerprint, trained_on: str, place: DataPlace) -> None:
+    """Compares data with the digest that a checkpoint holds, where no record names the files any more.
+
+    Raises:
+        DatasetDrift: it is other data.
+    """
+    if trained_on and found.digest != trained_on:
+        raise DatasetDrift(
+            "the data set is not the one that the newest checkpoint has been trained on",
+            where=place_of(place),
+            found=f"digest {found.digest[:16]}; RUN/.dataset_fingerprint, which names the files, is gone",
+            expected=f"digest {trained_on[:16]}",
+            remedy="restore the data and that file, or accept the change with verl-slurm submit --force-resume",
+        )
+
+
+def place_of(place: DataPlace) -> str:
+    """Returns the words for where a data set is."""
+    return ", ".join(place) if isinstance(place, tuple) else str(place)
+
+
+def _listed(place: DataPlace, *, numbers: bool) -> tuple[dict[str, Seen], list[str]]:
+    """Returns the files by path, and the paths of directories. Raises as `survey`."""
+    files: dict[str, Seen] = {}
+    folders: list[str] = []
+
+    def take(entry: Entry) -> bool:
+        path, info = entry.path, entry.info
+        if not path.isascii():
+            try:
+                path.encode()
+            except UnicodeEncodeError:
+                raise _data_error(
+                    "a data file's name is no UTF-8", ascii(path), None, "a UTF-8 name"
+                ) from None
+        if stat.S_ISREG(info.st_mode):
+            files[path] = Seen(stamp_of(info) if numbers else _NO_STAMP, info.st_dev, entry.followed)
+            return False
+        if stat.S_ISDIR(info.st_mode) and not entry.is_too_deep:
+            folders.append(path)
+            return True
+        # Broken links, pipes, devices, and what lies too deep: training may fail on it, and nothing here can hash it.
+        found = "a broken link" if entry.kind == "link" else f"a {entry.kind}, mode {info.st_mode:o}"
+        expected = f"files and links to files, in at most {DEEPEST} folders"
+        raise _data_error("the data set cannot be read", place_of(place), f"{path}: {found}", expected)
+
+    if isinstance(place, tuple):
+        _take_named(place, take)
+        # Of directories that verl names, the files alone are data: pandas reads them as one table.
+        return files, []
+    try:
+        # The way to it may have links, and it may be one.
+        with open_directory(place, follow=True) as fd:
+            list_tree(fd, follow=True, numbers=numbers, keep=take)
+    except OSError as error:
+        where = Path(place) / os.fsdecode(error.filename or "")
+        raise _data_error(
+            "the data set cannot be read", where, error.strerror, "a directory of files"
+        ) from error
+    return files, folders
+
+
+def _take_named(places: tuple[str, ...], take: Callable[[Entry], bool]) -> None:
+    """Takes the files of verl's data by their paths without the first slash."""
+    for place in places:
+        path, info = place.lstrip("/"), os.stat(place)
+        if not stat.S_ISDIR(info.st_mode):
+            take(Entry(path, info, os.path.islink(place)))
+            continue
+        with open_directory(place, follow=True) as fd:
+            for entry in list_tree(fd, follow=True):
+                take(Entry(f"{path}/{entry.path}", entry.info, entry.followed))
+
+
+def _assembled(
+    root: Path, files: dict[str, Seen], folders: list[str], known: dict[str, Hashed]
+) -> Fingerprint:
+    if not files:
+        raise _data_error("the data set is empty", root, "no file below it", "at least one file")
+    found = {}
+    for path, file in files.items():
+        kind: Kind = "link" if file.is_link else "file"
+        hashed = known[path]
+        found[path] = FileDigest(size=hashed.size, sha256=hashed.sha256, kind=kind)
+    # Directories count if nothing else shows that they are there.
+    parents = {path.rpartition("/")[0] for path in (*folders, *files)}
+    empty = FileDigest(size=0, sha256="", kind="directory")
+    return sealed(found | {path: empty for path in folders if path not in parents})
+
+
+def _data_error(what: str, where: object, found: object, expected: str) -> DataError:
+    """Builds the error of a data set, with its one remedy."""
+    return DataError(
+        what, where=where, found=found, expected=expected, remedy="set data.root to a directory of data files"
+    )

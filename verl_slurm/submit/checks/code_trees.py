@@ -1,0 +1,361 @@
+"""Decides which code of the user's a submission takes into the run (`program/code_record.py`), and makes the copy.
+
+A run that has begun keeps the code that it began with. If the code has changed since, the user says which of the two
+the run goes on with: `--code run` or `--code new`.
+"""
+
+import os
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from verl_slurm.base.errors import ConfigError
+from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.base.one_line import counted
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.search_path import PYTHONPATH, absolute_only
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.dataset.fingerprint.entries import Drift
+from verl_slurm.journal import events as ev
+from verl_slurm.program.code_record import (
+    CodeRecord,
+    CodeTree,
+    files_of,
+    package_drift,
+    read_record,
+)
+from verl_slurm.program.copying import copy_tree, read_tree
+from verl_slurm.program.git import Commit, commit_of, diff_of, work_tree
+from verl_slurm.program.installed import Installed, look
+from verl_slurm.program.listing import Listing, holds_other_things, list_code
+from verl_slurm.program.programs import Program, is_ours, module_of, programs_of
+from verl_slurm.slurm.rank_setup import python_of
+from verl_slurm.submit.submission_plan import CodeContent, CodePlan
+from verl_slurm.submit.undoing import names_in, remove_new, replace_content
+
+CodeChoice = Literal["run", "new"]
+_NO_DIFF = "the difference from the commit is over 16 MiB, or git cannot make it; it is not recorded"
+TreesRead = dict[tuple[Path, tuple[str, ...]], CodeContent]
+"""By root and names of the files."""
+
+
+def plan_code(
+    config: RunConfig,
+    caller: Path,
+    paths: RunPaths,
+    *,
+    begun: bool,
+    choice: CodeChoice | None = None,
+    known: TreesRead | None = None,
+    ask_python: bool = True,
+) -> CodePlan:
+    """Reads the user's code and decides what the run's attempts run. Makes nothing.
+
+    Args:
+        config: paths absolute.
+        caller: the working directory of the submission, in which the program will run.
+        begun: the run has something to lose.
+        choice: of the user, where the code of a run that has begun is another one now.
+        known: trees that were read before, for other runs of a sweep. This one's are added.
+        ask_python: False: `slurm.python` is not run, so its packages and where it finds modules are unknown.
+
+    Raises:
+        ConfigError: the code cannot be copied, or has changed and there is no choice; or packages have changed and
+            `code.on_drift` is `refuse`.
+        DataError: the run's record or copy cannot be read.
+    """
+    old = read_record(paths) if begun or choice == "run" else None
+    if old is None and choice == "run":
+        raise ConfigError(
+            "the run has no code of its own to go on with",
+            where=paths.root,
+            found="a new run, or one without a record of its code",
+            remedy="leave out --code",
+        )
+    # In an image the packages are the image's. PYTHONPATH reaches into it.
+    inherited = absolute_only(os.environ.get(PYTHONPATH, ""))[0]
+    installed = Installed(search=tuple(place for place in inherited.split(os.pathsep) if place))
+    unknown = []
+    asked = config.slurm.container is None and (ask_python or config.slurm.python is None)
+    if asked:
+        python = python_of(config.slurm) or sys.executable
+        installed = look(python)
+        if not installed.python:
+            unknown = [f"{python} does not tell which packages it has; they are not recorded"]
+    if old is not None and choice == "run":
+        # Not looked at: the code outside may be gone, or no longer be what can be copied.
+        plan, changes = CodePlan(record=CodeRecord(python=installed.python, packages=installed.packages)), ""
+    else:
+        # The choice `new` takes all that is there now.
+        trees = old.trees if old is not None and choice is None else ()
+        former = {tree.root: files_of(paths, tree.digest) for tree in trees}
+        plan = _present(config, caller, installed, {} if known is None else known, former)
+        if not asked and config.slurm.container is None and module_of(config) and not plan.record.programs:
+            unknown = [
+                f"whether {module_of(config)} is copied is not known: only {python_of(config.slurm)} finds it"
+            ]
+        plan = msgspec.structs.replace(plan, notes=(*plan.notes, *unknown))
+        changes = "" if old is None else _changes(paths, old, plan)
+    if old is None:
+        return plan
+    drift = package_drift(old, plan.record)
+    if choice == "new":
+        told = f"takes the code as it is now: {changes}" if changes else ""
+        return msgspec.structs.replace(plan, notes=(*plan.notes, *([told] if told else [])))
+    if changes:
+        raise ConfigError(
+            "the code is not what the run was submitted with",
+            where=", ".join(tree.root for tree in plan.record.trees or old.trees),
+            found=changes,
+            expected="the same files",
+            remedy="--code run goes on with the run's own copy, --code new takes the code as it is now",
+        )
+    if drift and config.code.on_drift == "refuse":
+        raise ConfigError(
+            "the packages are not those that the run was submitted with",
+            where=python_of(config.slurm) or sys.executable,
+            found="; ".join(drift),
+            remedy="install the former ones, accept these with --code new, or set code.on_drift=report",
+        )
+    notes = [f"packages have changed since the run was submitted: {'; '.join(drift)}"] if drift else []
+    if choice == "run" and old.trees:
+        notes.append("the run goes on with its own copy of the code")
+    # The record stays as it is: later starts are compared with the first submission, not with the newest.
+    return msgspec.structs.replace(plan, record=old, contents=(), notes=(*plan.notes, *notes), kept=True)
+
+
+def _present(
+    config: RunConfig,
+    caller: Path,
+    installed: Installed,
+    known: TreesRead,
+    former: Mapping[str, Collection[str]],
+) -> CodePlan:
+    programs = programs_of(config, installed.search)
+    notes = []
+    looked = installed.python or config.slurm.container is not None
+    if not programs and looked and config.code.tree is not None and (module := module_of(config)):
+        notes.append(
+            f"{module} is not copied: it is part of an installed package, or the nodes alone have it"
+        )
+    contents = []
+    for found in _trees(config, programs, former):
+        key = (found.root, tuple(found.names))
+        if key not in known:
+            known[key] = _content(found)
+        contents.append(known[key])
+        notes += [*found.notes, *known[key].notes]
+    trees = [content.tree for content in contents]
+    record = CodeRecord(
+        submitted_utc=datetime.now(UTC).isoformat(timespec="seconds"),
+        trees=tuple(trees),
+        programs={
+            str(program.path): f"{tree.digest}/{place.relative_to(tree.root)}"
+            for program in programs
+            for tree in trees
+            if (place := program.path.resolve()).is_relative_to(tree.root)
+        },
+        search=tuple(
+            place
+            for place in installed.search
+            if not is_ours(place) and any(Path(place).resolve().is_relative_to(tree.root) for tree in trees)
+        ),
+        python=installed.python,
+        packages=installed.packages,
+    )
+    _require_words(config, caller, contents)
+    return CodePlan(record=record, contents=tuple(contents), notes=tuple(notes))
+
+
+def _content(found: Listing) -> CodeContent:
+    files = read_tree(found.root, found.names)
+    commit = commit_of(found.root) if found.of_git else Commit()
+    diff = diff_of(found.root, found.names) if commit.commit else b""
+    notes = () if diff is not None else (_NO_DIFF,)
+    tree = CodeTree(
+        root=str(found.root),
+        digest=files.digest,
+        num_files=len(files.files),
+        num_bytes=files.num_bytes,
+        commit=commit.commit,
+        branch=commit.branch,
+        dirty=commit.dirty,
+        diff=sha256(diff).hexdigest() if diff else "",
+    )
+    return CodeContent(tree=tree, fingerprint=files, diff=diff or b"", notes=notes)
+
+
+def _trees(
+    config: RunConfig, programs: Sequence[Program], former: Mapping[str, Collection[str]]
+) -> list[Listing]:
+    """Returns the trees that are copied.
+
+    Args:
+        former: root → files of a tree of the run that goes on.
+
+    Raises:
+        ConfigError: one cannot be listed (`list_tree`), or lacks a program that it is copied for.
+    """
+    code = config.code
+    if code.tree is None:
+        return []
+    left_out = _left_out(config, programs)
+
+    def listed(root: Path, *, ask_git: bool) -> Listing:
+        return list_code(
+            root,
+            include=code.include,
+            exclude=code.exclude,
+            left_out=left_out,
+            max_mb=code.max_mb,
+            ask_git=ask_git,
+            former=former.get(str(root)),
+        )
+
+    if code.tree != "auto":
+        root = _directory(code.tree)
+        return [_with_all(listed(root, ask_git=_git_answers(root)), programs)]
+    trees: dict[Path, Listing] = {}
+    for program in programs:
+        if any(tree.has(program.path) for tree in trees.values()):
+            continue
+        folder = program.path.resolve().parent
+        top, note = work_tree(folder)
+        # Settings of the whole home are kept in a repository by some.
+        if (
+            top is not None
+            and not holds_other_things(top)
+            and (tree := listed(top, ask_git=True)).has(program.path)
+        ):
+            trees[top] = tree
+        elif program.alone:
+            # Git ignores it, or does not know it: nothing tells what belongs to it.
+            beside = trees[folder].names if folder in trees else []
+            names = sorted([*beside, program.path.resolve().name])
+            trees[folder] = Listing(folder, names, [note] if note else [], of_git=False)
+        else:
+            tree = _with_all(listed(folder, ask_git=False), [program])
+            trees[folder] = tree._replace(notes=[*([note] if note else []), *tree.notes])
+    return list(trees.values())
+
+
+def _git_answers(root: Path) -> bool:
+    # The user has named what is copied, so git is a help and no condition.
+    try:
+        return work_tree(root).top is not None
+    except ConfigError:
+        return False
+
+
+def _directory(text: str) -> Path:
+    root = Path(text).resolve()
+    if not root.is_dir():
+        raise ConfigError(
+            "no such directory", where="code.tree", found=text, expected="a directory, auto or null"
+        )
+    return root
+
+
+def _with_all(tree: Listing, programs: Sequence[Program]) -> Listing:
+    """Refuses a tree without one of these programs: that one would run from where it lies."""
+    for program in programs:
+        if not tree.has(program.path):
+            raise ConfigError(
+                "a program is not in the code that is copied",
+                where=f"{program.key}: {program.path}",
+                expected=f"one of the {counted(len(tree.names), 'file')} of {tree.root}",
+                remedy="set code.tree to a directory that holds it, or name it in code.include",
+            )
+    return tree
+
+
+def _left_out(config: RunConfig, programs: Sequence[Program]) -> set[Path]:
+    """Lists what lies in a tree and is no code: secrets, the run, models and data."""
+    encryption = config.checkpoint.encryption
+    secret = [*config.env_from_files.values(), config.hooks.webhook_token_file]
+    if encryption is not None:
+        secret += [encryption.key_file, *encryption.old_key_files]
+    places = [
+        *(
+            config.run_dir,
+            config.model.path,
+            config.data.root,
+            config.data.eval_root,
+            config.checkpoint.local_dir,
+        ),
+        config.model.reward.removeprefix("classifier:"),
+    ]
+    found = {Path(text).resolve() for text in [*secret, *places] if text and text.startswith("/")}
+    # `data.root: .` is the directory of the program as well.
+    return {place for place in found if not any(p.path.resolve().is_relative_to(place) for p in programs)}
+
+
+def _require_words(config: RunConfig, caller: Path, contents: Sequence[CodeContent]) -> None:
+    """Refuses arguments that name files of the tree that are not copied: the program runs in the copy.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    here = Path(os.path.realpath(caller))
+    content = next((one for one in contents if here.is_relative_to(one.tree.root)), None)
+    if content is None or not config.trainer.command:
+        return
+    root = Path(content.tree.root)
+    known = set(content.fingerprint.files)
+    known |= {str(above) for path in known for above in Path(path).parents}
+    # The copy has this directory only if it has a file of it; else the program runs where the submission was made.
+    if os.path.relpath(here, root) not in known:
+        return
+    for word in config.trainer.command[1:]:
+        for text in dict.fromkeys((word, word.partition("=")[2])):
+            path = Path(os.path.normpath(here / text))
+            inside = text and not text.startswith(("/", "-")) and path.is_relative_to(root) and path != root
+            if inside and path.exists() and os.path.relpath(path, root) not in known:
+                raise ConfigError(
+                    "the program gets the name of a file that is not copied with it",
+                    where="trainer.command",
+                    found=word,
+                    expected=f"a file of the copied code of {root}, or an absolute path",
+                    remedy=f"write {path}, or name it in code.include",
+                )
+
+
+def _changes(paths: RunPaths, old: CodeRecord, plan: CodePlan) -> str:
+    """Returns the differences between the run's code and the present one; empty: none."""
+    before = {tree.root: tree.digest for tree in old.trees}
+    now = {content.tree.root: content.fingerprint for content in plan.contents}
+    said = []
+    for root in sorted(before.keys() | now.keys()):
+        if root not in now:
+            said.append(f"{root} is not copied any more")
+        elif root not in before:
+            said.append(f"{root} was not copied")
+        elif before[root] != now[root].digest:
+            said.append(Drift.between(files_of(paths, before[root]), now[root].files).one_line())
+    return "; ".join(said)
+
+
+def keep_code(undo: ExitStack, paths: RunPaths, plan: CodePlan) -> list[ev.Notice]:
+    """Makes the copies and writes the record; returns what the journal is told.
+
+    Raises:
+        Fenced: the code has changed since it was read.
+        OSError: no room, or no permission.
+    """
+    if plan.kept:
+        return []
+    for content in plan.contents:
+        private_dir(paths.code)
+        undo.callback(remove_new, paths.code, names_in(paths.code))
+        copy_tree(paths, Path(content.tree.root), content.fingerprint)
+        if content.diff:
+            # 0600: a diff may hold what was not meant for others.
+            write_file(paths.code_diff(content.tree.diff), content.diff)
+    replace_content(undo, paths.code_record, msgspec.json.encode(plan.record) + b"\n")
+    return [ev.Notice("code", f"copied into the run from {line}") for line in plan.lines()]

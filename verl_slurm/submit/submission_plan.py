@@ -1,0 +1,148 @@
+"""The decisions about a submission before anything is made, and words for them. Pure."""
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from verl_slurm.base.errors import ConfigError
+from verl_slurm.base.one_line import counted, shell_word
+from verl_slurm.checkpoint.format.info import CheckpointInfo
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.dataset.fingerprint.entries import Fingerprint
+from verl_slurm.program.code_record import CodeRecord, CodeTree
+
+Cluster = Literal["slurm", "local"]
+
+
+class CodeContent(msgspec.Struct, frozen=True, kw_only=True):
+    """One tree of code, as it was read."""
+
+    tree: CodeTree
+    fingerprint: Fingerprint
+    diff: bytes
+    """Its difference from its commit."""
+    notes: tuple[str, ...]
+
+
+class CodePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What the attempts of the run will run of the user's code."""
+
+    record: CodeRecord = CodeRecord()
+    contents: tuple[CodeContent, ...] = ()
+    """Of each tree of the record."""
+    notes: tuple[str, ...] = ()
+    kept: bool = False
+    """The run has this record and its copies already."""
+
+    def lines(self) -> list[str]:
+        """Describes each tree in a line."""
+        return [line + (", as submitted before" if self.kept else "") for line in self.record.lines()]
+
+
+class SubmissionPlan(msgspec.Struct, kw_only=True):
+    """The decisions about one submission before anything is made. `submission.plan_submission` fills it."""
+
+    config: RunConfig
+    """Paths absolute; builtin: names already replaced, except in a dry run."""
+    cluster: Cluster
+    new_run: bool
+    begun: bool = False
+    """The run has a checkpoint or rollouts; until then any of its keys may change."""
+    resumes_from: str | None = None
+    """The checkpoint that it goes on from: its newest that verifies, or the newest, too large to be read here."""
+    resume_read: bool = False
+    """Every byte of it was read and is as it was written."""
+    begins_again: str = ""
+    """What tells that the run had a checkpoint, where it has none and begins again because the user said so."""
+    inputs: list[tuple[str, str]] = []
+    """Model, data and reward that the run takes; empty for a guest."""
+    code: CodePlan = CodePlan()
+    checked: list[str] = []
+    """The items that were checked and found good."""
+    slurm: str = ""
+    """Name of the Slurm cluster that was asked; empty: none was."""
+    avoids: tuple[str, ...] = ()
+    """Bad nodes of the user that the job is kept away from."""
+    notes: list[str] = []
+    """Notes for the user, e.g. that the local executor was chosen."""
+    trains: str = ""
+    """What will be trained, in one line (`trains_line`)."""
+    done: str = ""
+    """Why another job would end at once: all steps are done. Empty: they are not."""
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.config.run_dir)
+
+    def require_steps_to_do(self) -> None:
+        """Refuses a run that is done."""
+        if self.done:
+            raise ConfigError(
+                "nothing is left to do, so no job is queued",
+                where=self.run_dir,
+                found=self.done,
+                expected="steps to do",
+                remedy="raise train.steps to go on, or give a new run another name; "
+                f"`verl-slurm verify {shell_word(self.run_dir)}` tells whether its checkpoints are whole",
+            )
+
+
+def trains_line(config: RunConfig, given: Collection[str], cluster: Cluster, of_verl: str = "") -> str:
+    """Returns what will be trained, in numbers. `(default)` follows each value that was left out.
+
+    Args:
+        given: dotted keys of the file and of the command line.
+        of_verl: what verl will train.
+    """
+    train, shape = config.train, config.distributed
+
+    def part(text: str, key: str) -> str:
+        return text if key in given else f"{text} (default)"
+
+    parts = []
+    if not config.trainer.is_guest:
+        responses = counted(shape.dp_size * train.batch_size_per_device, "response")
+        steps = part(counted(train.steps, "step"), "train.steps")
+        rates = {"lr": "actor_lr"} | ({"critic lr": "critic_lr"} if train.algorithm == "ppo" else {})
+        parts += [
+            part(train.algorithm, "train.algorithm"),
+            f"{steps} of {part(responses, 'train.batch_size_per_device')}",
+            part(f"{config.rollout.samples_per_prompt} to a prompt", "rollout.samples_per_prompt"),
+            part(f"up to {counted(config.rollout.max_new_tokens, 'token')}", "rollout.max_new_tokens"),
+            *(part(f"{name} {getattr(train, key):g}", f"train.{key}") for name, key in rates.items()),
+        ]
+    elif of_verl:
+        parts.append(of_verl)
+    else:
+        parts.append(" ".join(config.trainer.command))
+    parts.append(part(counted(shape.world_size, "rank"), "distributed.dp_size"))
+    if cluster == "slurm":
+        parts.append(part(f"{config.slurm.time_limit_min} min", "slurm.time_limit_min"))
+    return ", ".join(parts)
+
+
+def why_done(config: RunConfig, committed: Sequence[CheckpointInfo]) -> str:
+    """Returns why another job of a run that has ended well would end at once; empty if it would not.
+
+    Args:
+        committed: its checkpoints, newest first.
+    """
+    steps = config.train.steps
+    # Loops that are not ours know their end themselves. Without the last checkpoint its steps are to be done again.
+    if config.trainer.is_guest or config.checkpoint.resume_from != "auto" or not committed:
+        return ""
+    newest = committed[0]
+    if newest.safe_point or newest.step < steps:
+        return ""
+    return f"all {counted(steps, 'step')} are done, and {newest.name} is their checkpoint"
+
+
+def reshaped(before: RunConfig, now: RunConfig) -> str:
+    """Returns the words for a run that goes on with another shape of its ranks."""
+    old, new = before.distributed, now.distributed
+    text = f"goes on with {counted(new.world_size, 'rank')} instead of {old.world_size};"
+    if (old.tp_size, old.pp_size, new.tp_size, new.pp_size) != (1, 1, 1, 1):
+        text = f"goes on with (dp, tp, pp) = {new.axes} instead of {old.axes};"
+    return f"{text} {now.train.batch_size_per_device} responses a step on each"
