@@ -22,7 +22,7 @@ from verl_slurm.dataset.fingerprint.data_record import (
     survey,
     write,
 )
-from verl_slurm.dataset.fingerprint.file_hashing import Hashed, Seen
+from verl_slurm.dataset.fingerprint.file_hashing import Hashed, ListedFile
 
 SECOND = 1_000_000_000
 
@@ -150,7 +150,7 @@ def test_a_file_that_was_too_young_to_keep_is_gone_when_it_goes(root: Path, look
 
 def kept(root: Path, mtime_s: int, ctime_s: int, began_ns: int) -> bool:
     stamp = (2, 3, mtime_s * SECOND, ctime_s * SECOND)
-    files = {"a.jsonl": Seen(stamp, root.stat().st_dev, False)}
+    files = {"a.jsonl": ListedFile(stamp, root.stat().st_dev, False)}
     hashed = {"a.jsonl": Hashed(stamp, "0" * 64, 0)}
     return bool(settled(root, files, hashed, {"a.jsonl"}, began_ns))
 

@@ -39,7 +39,7 @@ from verl_slurm.base.bounded import Limit, check_json, decode_json, open_regular
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.mounts import keeps_ctime
-from verl_slurm.dataset.fingerprint.file_hashing import Hashed, Seen
+from verl_slurm.dataset.fingerprint.file_hashing import Hashed, ListedFile
 
 _LIMIT = Limit(num_bytes=256 << 20, num_values=8_000_000)
 """About 150 bytes and eight values per file: enough for a million files."""
@@ -115,7 +115,7 @@ def decode(data: bytes) -> dict[str, Hashed]:
     return decode_json(body, dict[str, Hashed], _LIMIT, doubles=False)
 
 
-def devices_with_ctime(root: Path, files: Mapping[str, Seen]) -> frozenset[int]:
+def devices_with_ctime(root: Path, files: Mapping[str, ListedFile]) -> frozenset[int]:
     """Returns the numbers of the devices of these files whose ctime proves something."""
     examples = {file.device: path for path, file in files.items()}
     return frozenset(device for device, path in examples.items() if keeps_ctime(root / path))
@@ -123,7 +123,7 @@ def devices_with_ctime(root: Path, files: Mapping[str, Seen]) -> frozenset[int]:
 
 def settled(
     root: Path,
-    files: Mapping[str, Seen],
+    files: Mapping[str, ListedFile],
     hashed: Mapping[str, Hashed],
     read_now: Collection[str],
     began_ns: int,

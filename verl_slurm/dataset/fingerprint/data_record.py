@@ -32,7 +32,7 @@ from verl_slurm.dataset.fingerprint.entries import (
     render,
     sealed,
 )
-from verl_slurm.dataset.fingerprint.file_hashing import Hashed, Seen, hash_files, stamp_of
+from verl_slurm.dataset.fingerprint.file_hashing import Hashed, ListedFile, hash_files, stamp_of
 
 DataPlace = Path | str | tuple[str, ...]
 """Where a data set is: a directory; or, as verl names them, files and directories, each by its absolute path."""
@@ -51,7 +51,7 @@ class Survey:
     """Full looks: files whose content differs from the cache's, although their stamp is the same."""
     notices: tuple[str, ...]
     root: Path
-    files: dict[str, Seen]
+    files: dict[str, ListedFile]
     hashed: dict[str, Hashed]
     """Of each file, and maybe of more."""
     read_now: set[str]
@@ -268,9 +268,9 @@ def place_of(place: DataPlace) -> str:
     return ", ".join(place) if isinstance(place, tuple) else str(place)
 
 
-def _listed(place: DataPlace, *, numbers: bool) -> tuple[dict[str, Seen], list[str]]:
+def _listed(place: DataPlace, *, numbers: bool) -> tuple[dict[str, ListedFile], list[str]]:
     """Returns the files by path, and the paths of directories. Raises as `survey`."""
-    files: dict[str, Seen] = {}
+    files: dict[str, ListedFile] = {}
     folders: list[str] = []
 
     def take(entry: Entry) -> bool:
@@ -283,7 +283,7 @@ def _listed(place: DataPlace, *, numbers: bool) -> tuple[dict[str, Seen], list[s
                     "a data file's name is no UTF-8", ascii(path), None, "a UTF-8 name"
                 ) from None
         if stat.S_ISREG(info.st_mode):
-            files[path] = Seen(stamp_of(info) if numbers else _NO_STAMP, info.st_dev, entry.followed)
+            files[path] = ListedFile(stamp_of(info) if numbers else _NO_STAMP, info.st_dev, entry.followed)
             return False
         if stat.S_ISDIR(info.st_mode) and not entry.is_too_deep:
             folders.append(path)
@@ -322,7 +322,7 @@ def _take_named(places: tuple[str, ...], take: Callable[[Entry], bool]) -> None:
 
 
 def _assembled(
-    root: Path, files: dict[str, Seen], folders: list[str], known: dict[str, Hashed]
+    root: Path, files: dict[str, ListedFile], folders: list[str], known: dict[str, Hashed]
 ) -> Fingerprint:
     if not files:
         raise _data_error("the data set is empty", root, "no file below it", "at least one file")

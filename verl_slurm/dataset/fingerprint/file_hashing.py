@@ -25,7 +25,7 @@ Stamp = tuple[int, int, int, int]
 """What the kernel says of a file's content: inode, size in bytes, mtime and ctime in ns since 1970."""
 
 
-class Seen(msgspec.Struct, frozen=True, gc=False):
+class ListedFile(msgspec.Struct, frozen=True, gc=False):
     """One file as a walk has seen it, in a third of the memory that the kernel's answer takes in Python."""
 
     stamp: Stamp
