@@ -293,7 +293,7 @@ def fingerprints() -> Sequence[bytes]:
 
 
 def seal_fingerprint(data: bytes) -> bytes:
-    """The digest of the entries as dataset/fingerprint/record.py specifies it."""
+    """The digest of the entries as dataset/fingerprint/entries.py specifies it."""
     try:
         raw = json.loads(data)
         digest = hashlib.sha256(b"verl-slurm tree 1\n")

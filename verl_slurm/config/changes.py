@@ -23,7 +23,7 @@ _FREE_SECTIONS = (
     "env.",
     "health.",
     "hooks.",
-    # The code itself is compared by its content (`submit/checks/code.py`).
+    # The code itself is compared by its content (`submit/checks/code_trees.py`).
     "code.",
     "env_from_files.",
 )

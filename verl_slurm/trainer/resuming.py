@@ -114,7 +114,7 @@ def check_manifest(
     # Another number of ranks may take over in the midst of a step, as long as a step is the same prompts and updates.
     if manifest.topology != topology_of(config):
         require_same_step(_saved_config(reader), config, where=directory)
-    # The reward may be replaced while a run goes on: `trainer.reward.files` knows which one it must be.
+    # The reward may be replaced while a run goes on: `reward.reward_files` knows which one it must be.
     roles = sorted((manifest.frozen.keys() | frozen.keys()) - {"reward"})
     changed = [role for role in roles if manifest.frozen.get(role) != frozen.get(role)]
     if changed:

@@ -33,7 +33,7 @@ manifest; the scrub and the tiers ask it, too.
 
 A nonce must never be used twice with one key. So: a new `CheckpointCipher.begin` for every attempt, and one
 `ChunkSealer` per file. To write twice, write the sealed bytes twice; never seal plain bytes twice. A sealer refuses to
-seal a chunk again, and a saver process refuses a salt that it has seen (`save.writer.sealing`).
+seal a chunk again, and a saver process refuses a salt that it has seen (`save.writer.file_sealing`).
 
 Measured on one core (EPYC with VAES): section "Cost" of docs/decisions/0003-encryption.md.
 """
