@@ -46,7 +46,11 @@ def test_the_image_is_started_as_for_ranks_and_sees_what_is_read_and_written(tmp
     assert command.argv[-2:] == ["some.module", "3"]
 
 
-def test_an_image_that_srun_alone_starts_is_refused_with_a_way() -> None:
+def test_an_image_that_srun_alone_starts_is_started_in_a_job_and_elsewhere_refused_with_a_way() -> None:
     config = run_config(container=ContainerConfig(runtime="pyxis", image="/x.sqsh"))
-    with pytest.raises(ConfigError, match=r"pyxis.*verl-slurm reshard CKPT.*resume_from"):
+    argv = ranks_python(config, contained_argv, ["some.module"], [], on_node=True).argv
+    assert argv[:4] == ["srun", "--nodes=1", "--ntasks=1", "--overlap"]
+    assert "--container-image=/x.sqsh" in argv
+    assert argv[-1] == "some.module"
+    with pytest.raises(ConfigError, match=r"pyxis.*no job.*distributed\.dp_size"):
         ranks_python(config, contained_argv, ["some.module"], [])

@@ -42,6 +42,8 @@ _verl_slurm_argv=("$@")
 exec {{_verl_slurm_output}}>&1 1>&2
 {script}exec "${{_verl_slurm_argv[@]}}" >&"$_verl_slurm_output"
 """
+# Pyxis is a plugin of srun: the image is started by a step of one task, beside the others.
+_IN_STEP = "srun --nodes=1 --ntasks=1 --overlap --mpi=none --cpu-bind=none --input=none --quiet".split()
 _MISSING = re.compile(r"No module named '([\w.]+)'")
 
 
@@ -163,19 +165,20 @@ def ranks_python(
         on_node: this is a node of the job: the user's own commands (`slurm.setup`) are run, and their variables set.
 
     Raises:
-        ConfigError: the image is one that srun alone starts, or a path cannot be mounted.
+        ConfigError: the image is one that srun alone starts, and this is no job; or a path cannot be mounted.
     """
     container = config.slurm.container
     if container is not None:
-        if container.runtime == "pyxis":
-            raise ConfigError(
-                "a checkpoint cannot be divided in this image",
-                where="slurm.container.runtime: pyxis",
-                found="an image that srun alone starts, for agents and their ranks",
-                remedy="divide it by `verl-slurm reshard CKPT --ranks N --out DIR`, run by a Python with the image's "
-                "torch, and go on from there (checkpoint.resume_from), or keep the number of ranks",
-            )
         argv = contained(config, module, *map(str, places))
+        if container.runtime == "pyxis":
+            if not on_node:
+                raise ConfigError(
+                    "a checkpoint cannot be divided in this image here",
+                    where="slurm.container.runtime: pyxis",
+                    found="an image that srun alone starts, and no job",
+                    remedy="submit the run with another distributed.dp_size: its start divides the checkpoint",
+                )
+            argv = [*_IN_STEP, *argv]
         return Command(argv, dict(os.environ), f"{container.python} in {container.image}")
     python = python_of(config.slurm) or sys.executable
     argv, environ = [python, "-P", "-m", *module], clean_environment(dict(os.environ))
