@@ -43,7 +43,16 @@ exec {{_verl_slurm_output}}>&1 1>&2
 {script}exec "${{_verl_slurm_argv[@]}}" >&"$_verl_slurm_output"
 """
 # Pyxis is a plugin of srun: the image is started by a step of one task, beside the others.
-_IN_STEP = "srun --nodes=1 --ntasks=1 --overlap --mpi=none --cpu-bind=none --input=none --quiet".split()
+_IN_STEP = [
+    "srun",
+    "--nodes=1",
+    "--ntasks=1",
+    "--overlap",
+    "--mpi=none",
+    "--cpu-bind=none",
+    "--input=none",
+    "--quiet",
+]
 _MISSING = re.compile(r"No module named '([\w.]+)'")
 
 
