@@ -87,5 +87,5 @@ def test_a_copy_that_was_changed_ends_the_run_before_its_ranks_start(run: LiveRu
     (copy / "parts/loop.py").write_text(EDITED)
     ended = run.wait(lambda: [event for event in run.events("ended") if event["attempt"] == 2])[0]
     assert ended["exit"] == "DATA"
-    assert "parts/loop.py was changed" in ended["reason"]
+    assert "1 changed (parts/loop.py)" in ended["reason"]
     assert [event["attempt"] for event in run.events("restart")] == [1]
