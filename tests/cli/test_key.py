@@ -45,7 +45,8 @@ def test_submit_refuses_a_key_that_is_not_there_and_never_shows_one(
 ) -> None:
     result = cli("submit", "config.yaml", word, "--cluster", "local")
     assert result.code == code
-    assert HEX[:8] not in result.error
+    assert result.errors
+    assert HEX[:8] not in result.err
 
 
 @pytest.mark.scenario("M08")

@@ -9,7 +9,7 @@ from tests.processes import captured
 # A child of ours that ends with 7, and one that leaves an orphan in a session of its own; says who is still there.
 _UNDERTAKER = """
 import asyncio, os, subprocess, sys
-from verl_slurm_daemon import processes as burying
+from verl_slurm_daemon import descendants as burying
 from verl_slurm_daemon.descendants import bury_orphans
 from verl_slurm.base.processes import become_subreaper
 

@@ -244,8 +244,10 @@ def test_a_model_directory_that_swells_in_memory_is_refused_before_queueing(
     (model / "config.json").write_text('{"model_type": "qwen2"}')
     (model / "tokenizer.json").write_text("{}")
     (model / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
-    (tmp_path / "config.yaml").write_text("name: demo\nmodel:\n  path: model\ndata:\n  root: data\n")
-    argv = ("submit", tmp_path / "config.yaml", "--dry-run", "cluster=local")
+    (tmp_path / "config.yaml").write_text(
+        "name: demo\nmodel:\n  path: model\n  reward: rule:arithmetic\ndata:\n  root: data\n"
+    )
+    argv = ("submit", tmp_path / "config.yaml", "--dry-run", "--cluster", "local")
     good = measured(*argv, cwd=tmp_path)
     if what == "config.json":
         (model / "config.json").write_bytes(bomb(30 * MIB, b'{"model_type":"qwen2","a":', b"}"))

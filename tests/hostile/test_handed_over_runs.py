@@ -189,10 +189,12 @@ def test_data_whose_first_row_is_hostile_is_refused_before_queueing(tmp_path: Pa
     (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2"}')
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     (tmp_path / "model" / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
-    (tmp_path / "config.yaml").write_text("name: demo\nmodel:\n  path: model\ndata:\n  root: data\n")
+    (tmp_path / "config.yaml").write_text(
+        "name: demo\nmodel:\n  path: model\n  reward: rule:arithmetic\ndata:\n  root: data\n"
+    )
     train = tmp_path / "data" / "train.jsonl"
     train.write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    argv = ("submit", tmp_path / "config.yaml", "--dry-run", "cluster=local")
+    argv = ("submit", tmp_path / "config.yaml", "--dry-run", "--cluster", "local")
     good = measured(*argv, cwd=tmp_path)
     if what == "a line of gigabytes":
         train.write_bytes(b'{"prompt": "')
@@ -261,7 +263,7 @@ def test_a_copy_that_is_handed_back_changes_nothing_in_the_tier_of_its_original(
         done = measured_program("verl_slurm.tiers", "sync", "--run", copy)
         assert done.err.startswith("a copy, or a run that was moved")
     else:
-        done = measured(*words, copy)
+        done = measured("tiers", *words, copy)
         assert "a copy, or a run that was moved" in one_line(done)
     assert done.code == ExitCode.CONFIG, done.err
     assert done.err.count("\n") == 1

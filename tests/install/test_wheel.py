@@ -57,7 +57,7 @@ def test_every_page_and_example_that_the_code_names_is_in_the_wheel(files: dict[
 
 @pytest.mark.scenario("USE15")
 def test_help_names_pages_by_paths_that_open(installed: Installed) -> None:
-    for command in ("init", "inspect"):
+    for command in ("tiers", "inspect"):
         unwrapped = re.sub(r"\n +", "", installed(command, "--help").stdout)
         (page,) = set(re.findall(r"(/[\w/.-]*docs/[\w-]+\.md)", unwrapped))
         assert Path(page).is_file(), page

@@ -241,7 +241,7 @@ def test_data_that_runs_out_is_refused_and_not_taken_for_the_end(tmp_path: Path)
     daemon, undispatched = Daemon(), {"dispatch_batches": False}
     with pytest.raises(DataError, match="no samples left"):
         Life(Run(tmp_path / "run").life(daemon), data=OnlyOnce(), accelerator_config=undispatched)
-    assert daemon.kinds()[-1] == "Refused"
+    assert daemon.kinds()[-1] == "RankRefused"
 
 
 def test_save_strategy_best_does_not_overrule_the_daemon(tmp_path: Path) -> None:
@@ -361,7 +361,7 @@ def test_a_second_training_with_one_callback_is_refused(tmp_path: Path) -> None:
         held.train(first)
         held.train(first)
     assert first.args.output_dir == str(tmp_path / "out")
-    assert daemon.kinds()[-1] == "Refused"
+    assert daemon.kinds()[-1] == "RankRefused"
     assert not daemon.heard(Finished)
 
     run = Run(tmp_path / "done")
@@ -396,7 +396,7 @@ def test_a_training_that_was_not_begun_by_the_callback_is_refused(tmp_path: Path
     args = TrainingArguments(str(tmp_path / "out"), use_cpu=True, report_to=[], disable_tqdm=True)
     with pytest.raises(ConfigError, match="hyperparameter_search"):
         Trainer(Net(), args, train_dataset=Numbers(), callbacks=[service]).train()
-    assert daemon.kinds() == ["Refused"]
+    assert daemon.kinds() == ["RankRefused"]
 
 
 @pytest.mark.parametrize(
@@ -448,7 +448,7 @@ def test_what_cannot_be_served_is_refused_with_words(tmp_path: Path, settings: d
             Life(Run(tmp_path / "run").life(daemon), **settings)
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert daemon.kinds() == ["Refused"]
+    assert daemon.kinds() == ["RankRefused"]
 
 
 @pytest.mark.parametrize("own", [None, True, "elsewhere/checkpoint-2"])
@@ -470,7 +470,7 @@ def test_a_checkpoint_that_the_daemon_did_not_choose_is_not_gone_on_from(tmp_pat
     Life(first.life(Daemon({4: stop()})))
     with pytest.raises(ConfigError, match="found step 4, expected step 0"):
         Life(Run(tmp_path / "run").life(daemon), own=str(first.checkpoints()[0] / "guest"))
-    assert daemon.kinds() == ["Refused"]
+    assert daemon.kinds() == ["RankRefused"]
 
 
 def test_a_checkpoint_of_another_loop_is_refused(tmp_path: Path) -> None:
@@ -481,7 +481,7 @@ def test_a_checkpoint_of_another_loop_is_refused(tmp_path: Path) -> None:
     daemon = Daemon()
     with pytest.raises(ConfigError, match="not one of the Hugging Face Trainer"):
         Life(run.life(daemon))
-    assert daemon.kinds() == ["Refused"]
+    assert daemon.kinds() == ["RankRefused"]
 
 
 def test_without_a_daemon_it_is_a_trainer_like_any_other(tmp_path: Path) -> None:

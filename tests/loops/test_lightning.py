@@ -269,7 +269,7 @@ def test_no_data_is_refused_and_not_taken_for_the_end(tmp_path: Path) -> None:
     daemon = Daemon()
     with pytest.raises(DataError, match="trained no step"):
         Life(Run(tmp_path / "run").life(daemon), limit_train_batches=0)
-    assert daemon.kinds() == ["Refused"]
+    assert daemon.kinds() == ["RankRefused"]
 
 
 def test_lightnings_own_requeueing_is_refused_with_words(
@@ -280,7 +280,7 @@ def test_lightnings_own_requeueing_is_refused_with_words(
     daemon = Daemon()
     with pytest.raises(ConfigError, match="SLURMEnvironment among the Trainer's plugins"):
         Life(Run(tmp_path / "run").life(daemon), plugins=[SLURMEnvironment()])
-    assert daemon.kinds() == ["Refused"]
+    assert daemon.kinds() == ["RankRefused"]
 
 
 def test_a_checkpoint_of_lightnings_own_requeueing_is_not_gone_on_from_in_silence(tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_a_checkpoint_of_lightnings_own_requeueing_is_not_gone_on_from_in_silenc
     (run.paths.root / "pl/hpc_ckpt_1.ckpt").touch()
     with pytest.raises(ConfigError, match="hpc_ckpt_1.ckpt, which Lightning would go on from by itself"):
         Life(run.life(daemon))
-    assert daemon.kinds() == ["Refused"]
+    assert daemon.kinds() == ["RankRefused"]
 
 
 @pytest.mark.parametrize("own", [None, "last"])
@@ -315,7 +315,7 @@ def test_a_training_that_loads_another_state_after_the_checkpoint_is_refused(tmp
     Life(run.life(Daemon({4: stop()})))
     with pytest.raises(ConfigError, match=r"found step 0, expected step 4"):
         Life(run.life(daemon), Again())
-    assert "Refused" in daemon.kinds()
+    assert "RankRefused" in daemon.kinds()
 
 
 def test_a_learning_rate_is_looked_for_once(tmp_path: Path) -> None:
@@ -343,7 +343,7 @@ def test_a_checkpoint_of_another_loop_is_refused(tmp_path: Path) -> None:
     daemon = Daemon()
     with pytest.raises(ConfigError, match="not one of Lightning"):
         Life(run.life(daemon))
-    assert daemon.kinds() == ["Refused"]
+    assert daemon.kinds() == ["RankRefused"]
 
 
 def test_loaders_are_made_again_when_they_would_be_without_the_interruption(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_another_cycle_is_refused_in_the_middle_of_one_and_not_at_its_end(tmp_pa
     daemon = Daemon()
     with pytest.raises(VerlSlurmError, match="steps_per_generation=2"):
         online(run.life(daemon), steps_per_generation=2, **settings).train()
-    assert daemon.kinds() == ["Refused"]
+    assert daemon.kinds() == ["RankRefused"]
     online(run.life(Daemon({4: stop()})), steps_per_generation=4, **settings).train()
     assert not online(run.life(Daemon()), steps_per_generation=2, **settings).train().stopped
 

@@ -75,7 +75,7 @@ class Overdue:
         config = run_config(name="quickstart", metrics_port=0, targets_dir=directory / "targets")
         now = 1_800_000_000.0
         self.metrics = LeadMetrics(paths, config, Status(state="running"), lambda: now + 1900)
-        self.metrics.run.feed(make_event("started", time="2027-01-15T08:00:00+00:00"))
+        self.metrics.run.feed(make_event("started", attempt=1, time="2027-01-15T08:00:00+00:00"))
         full = Progress(
             rank=0, step=0, phase="update", index=0, safe_points=1, new_rollouts=0, gpu_memory_percent=97.0
         )

@@ -145,11 +145,11 @@ def test_a_step_that_teaches_nothing_is_said_once(tmp_path: Path, capfd: pytest.
 
 def test_other_ranks_keep_silent(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     line = Line([])
-    reporter = _reporter(tmp_path, line, rank=1)
-    reporter.saved(0, SavedCheckpoint(name="step_000001", seconds=0.1, num_bytes=10), "the last step")
-    reporter.step_done(ROW, TIMINGS)
-    reporter.complain("x")
-    reporter.close()
+    quiet = _reporter(tmp_path, line, rank=1)
+    quiet.saved(0, SavedCheckpoint(name="step_000001", seconds=0.1, num_bytes=10), "the last step")
+    quiet.step_done(ROW, TIMINGS)
+    quiet.complain("x")
+    quiet.close()
     assert line.messages == []
     assert capfd.readouterr() == ("", "")
     assert not (tmp_path / "curves").exists()
