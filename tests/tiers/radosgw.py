@@ -85,10 +85,14 @@ def _start(d: Path) -> Radosgw:
     fsid = Path("/proc/sys/kernel/random/uuid").read_text().strip()
     conf.write_text(_CONF.format(d=d, fsid=fsid, mon=mon, port=port))
 
-    def call(*words: str) -> str:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
-        assert done.returncode == 0, f"{words}: {done.stderr}"
-        return done.stdout
+    def call(*words: str, race: str = "") -> None:
+        """`race`: words of an error after which nothing came of it, and it is tried again."""
+        for left in reversed(range(10)):
+            done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+            if done.returncode == 0:
+                return
+            assert left and race and race in done.stderr, f"{words}: {done.stderr}"
+            time.sleep(0.5)  # another program's start: there is no event to wait for
 
     c = ("-c", str(conf))
     call(
@@ -105,16 +109,11 @@ def _start(d: Path) -> Radosgw:
     call("ceph-mon", *c, "-i", "a", "--mkfs", "--monmap", f"{d}/map")
     call("ceph-mon", *c, "-i", "a")
     osd = Path("/proc/sys/kernel/random/uuid").read_text().strip()
-    call("ceph", *c, "osd", "new", osd, "0")
+    # The monitor answers before it can.
+    call("ceph", *c, "osd", "new", osd, "0", race="command descriptions from mon")
     call("ceph-osd", *c, "-i", "0", "--mkfs", "--osd-uuid", osd)
-    for left in reversed(range(10)):
-        try:
-            call("ceph-osd", *c, "-i", "0")
-            break
-        except AssertionError as error:
-            # A race of its own at the start: it speaks before it knows the cluster's id. Nothing came of it.
-            if not left or "wrong fsid" not in str(error):
-                raise
+    # It speaks before it knows the cluster's id.
+    call("ceph-osd", *c, "-i", "0", race="wrong fsid")
     call("radosgw", *c, "-n", "client.rgw.a")
     endpoint = f"http://127.0.0.1:{port}"
     until = time.monotonic() + 60
