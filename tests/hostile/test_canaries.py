@@ -56,7 +56,7 @@ import sys
 from verl_slurm.cli.__main__ import main
 for words in (
     "status RUN", "status RUN --json", "watch RUN --json", "logs RUN", "logs RUN --node 0", "logs RUN --node 0 --agent",
-    "inspect RUN --json", "verify RUN", "offload RUN --json", "tiers RUN --json", "scrub RUN",
+    "inspect RUN --json", "verify RUN", "tiers RUN --offload --json", "tiers RUN --json", "verify RUN --scrub",
 ):
     code = main([word.replace("RUN", sys.argv[1]) for word in words.split()])
     print(f"\\nENDED WITH {code}", flush=True)

@@ -91,7 +91,8 @@ def _start(d: Path) -> Radosgw:
             done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
             if done.returncode == 0:
                 return
-            assert left and race and race in done.stderr, f"{words}: {done.stderr}"
+            if not (left and race and race in done.stderr):
+                raise AssertionError(f"{words}: {done.stderr}")
             time.sleep(0.5)  # another program's start: there is no event to wait for
 
     c = ("-c", str(conf))
