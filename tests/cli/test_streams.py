@@ -21,7 +21,6 @@ _AT_WORK = (
     "status RUN --json",
     "list . --json",
     "list RUN",
-    "checkpoints RUN",
     "watch RUN",
     "prune RUN --dry-run",
     "config",
