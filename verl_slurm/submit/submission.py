@@ -180,9 +180,8 @@ def plan_submission(
     places = Places(base or Path.cwd(), source, given_keys(overrides, verl))
     config, (chosen, chosen_note) = absolute(written, places), choose_cluster(cluster)
     doubt = source_note(source)
-    new_run = not RunPaths(config.run_dir).run_yaml.exists()
     draft = _Draft(
-        plan=SubmissionPlan(config=config, cluster=chosen, new_run=new_run),
+        plan=SubmissionPlan(config=config, cluster=chosen, new_run=True),
         written=written,
         places=places,
         ask_slurm=ask_slurm and chosen == "slurm",
@@ -216,6 +215,7 @@ def plan_submission(
 
 def _directory(draft: _Draft) -> None:
     check_run_dir(draft.paths.root)
+    draft.plan.new_run = not draft.paths.run_yaml.exists()  # asked of a directory that is ours alone
     draft.add(["run directory"])
 
 
