@@ -40,7 +40,7 @@ def trained(
     code = finish(lead(paths, environ=cpu_environ(os.environ)))
     logs = [path.read_text()[-3000:] for path in sorted(paths.logs.glob("*.log"))]
     assert code == 0, "\n".join([*map(str, read_events(paths)), *logs])
-    return paths, plan.notes
+    return paths, tuple(plan.notes)
 
 
 def events(paths: RunPaths, name: str) -> list[Line]:
