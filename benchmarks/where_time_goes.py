@@ -15,6 +15,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import stringzilla
@@ -33,15 +34,14 @@ from verl_slurm.save.writer.writing import write_and_hash
 Part = Callable[[], object]
 
 
+@dataclass(frozen=True)
 class _Nothing(Hasher):
     """Hashes nothing: takes every chunk for what it should be. All chunks here are alike."""
 
-    def __init__(self, digest: bytes) -> None:
-        super().__init__()
-        self._digest = digest
+    digest: bytes = b""
 
-    def digests(self, pieces: Sequence[memoryview], number: int) -> list[bytes]:
-        return [self._digest for _ in pieces]
+    def digests(self, pieces: Sequence[memoryview]) -> list[bytes]:
+        return [self.digest for _ in pieces]
 
 
 class _Save:
@@ -126,7 +126,7 @@ def main() -> None:
     one_by_one, side_by_side = Hasher(), Hasher(stringzilla.Sha256s)
     save.tidy()
     entries = save.run(one_by_one)
-    nothing = _Nothing(bytes.fromhex(entries[0].leaves[0]))
+    nothing = _Nothing(digest=bytes.fromhex(entries[0].leaves[0]))
     load = _Load(options.directory / "where_time_goes", entries)
     saves: dict[str, Part] = {
         "copy into the arena, one thread": save.copy,

@@ -16,6 +16,7 @@ from verl_slurm.checkpoint.format.manifest import parse, render, sealed
 from verl_slurm.checkpoint.format.signature import authenticate, sign
 from verl_slurm.checkpoint.format.specification import MANIFEST, FileEntry, Manifest, Topology
 from verl_slurm.checkpoint.store.commit import seal
+from verl_slurm.checkpoint.store.reader import read_small
 from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 
@@ -33,7 +34,7 @@ def test_an_encrypted_checkpoint_verifies_without_a_key_and_opens_with_it(save: 
     cipher = CheckpointCipher.of(manifest, KEYS, where=directory)
     assert cipher is not None
     for entry in manifest.files:
-        assert cipher.open(entry, (directory / entry.path).read_bytes()) == PLAIN[entry.path]
+        assert read_small(directory, entry, cipher) == PLAIN[entry.path]
 
 
 def test_on_disk_is_neither_plaintext_nor_key(save: Callable[..., Path]) -> None:
@@ -72,8 +73,8 @@ def test_a_changed_file_fails_the_digest_and_with_a_forged_one_the_signature_and
     assert "not made with our key" in verdict.one_line()
     cipher = CheckpointCipher.of(manifest, KEYS, where="")
     assert cipher is not None
-    with pytest.raises(CheckpointCorrupt):
-        cipher.open(next(e for e in forged.files if e.path == name), bytes(data))
+    with pytest.raises(ValueError, match="not what was encrypted"):
+        read_small(directory, next(e for e in forged.files if e.path == name), cipher)
 
 
 @pytest.mark.scenario("M12")

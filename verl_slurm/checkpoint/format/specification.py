@@ -252,14 +252,14 @@ def path_problem(path: str) -> str | None:
     return None
 
 
-def sealed_chunks(plain_size: int, chunk_bytes: int = SEALED_CHUNK_BYTES) -> int:
+def sealed_chunks(plain_size: int) -> int:
     """Returns the number of encrypted chunks of a file of `plain_size` bytes; an empty file has one."""
-    return max(1, -(-plain_size // chunk_bytes))
+    return max(1, -(-plain_size // SEALED_CHUNK_BYTES))
 
 
-def sealed_size(plain_size: int, chunk_bytes: int = SEALED_CHUNK_BYTES) -> int:
+def sealed_size(plain_size: int) -> int:
     """Returns the bytes on disk of a file of `plain_size` bytes, encrypted."""
-    return plain_size + TAG_BYTES * sealed_chunks(plain_size, chunk_bytes)
+    return plain_size + TAG_BYTES * sealed_chunks(plain_size)
 
 
 def guest_directory(guest: Guest, step: int) -> str:

@@ -30,7 +30,7 @@ from verl_slurm.base.errors import CheckpointCorrupt
 from verl_slurm.base.tree import open_below
 from verl_slurm.checkpoint.format.encryption import TAG_BYTES, ChunkOpener
 from verl_slurm.checkpoint.format.specification import CHUNK_BYTES, FileEntry
-from verl_slurm.checkpoint.hashing import FEWEST, LANES, Hasher, reading_hasher
+from verl_slurm.checkpoint.hashing import FEWEST, LANES, Hasher, hashlib_of, reading_hasher
 
 _HUGE_PAGE = 2 << 20
 
@@ -177,19 +177,7 @@ def read_checked(
     if hasher is None:
         few = sum(reading.entry.size for reading in readings) < FEWEST * CHUNK_BYTES
         hasher = Hasher() if few else reading_hasher()
-    # `settled` may run the work twice. hashlib has agreed to each of these faults, so they stand.
-    bad: set[str] = set()
-
-    def say(path: str, what: "str | OSError") -> None:
-        bad.add(path)
-        on_problem(path, what)
-
-    def read() -> int:
-        left = [reading for reading in readings if reading.entry.path not in bad]
-        return _Work(root, left, threads, say, from_medium, bytes_per_s, hasher).on_threads()
-
-    # If digests turn out to differ from hashlib's, all that was found right is read and checked once more.
-    return hasher.settled(read)
+    return _Work(root, readings, threads, on_problem, from_medium, bytes_per_s, hasher).on_threads()
 
 
 class _Work:
@@ -213,7 +201,6 @@ class _Work:
         self._queue = self._jobs(sorted(readings, key=lambda reading: -reading.entry.size))
         self._waiting: list[_Chunk] = []
         self._at_once = hasher.at_once
-        self._batches = itertools.count()
         # Two batches can be hashed while every thread reads. More than LANES - 1 buffers are needed, or all threads
         # could wait in vain.
         self._buffers: queue.LifoQueue[_Buffer | None] = queue.LifoQueue()
@@ -345,7 +332,7 @@ class _Work:
                 self._open_chunk(good[0], good[0].file.reading.opener)
                 return
             pieces = [chunk.buffer.view[: chunk.length] for chunk in good]
-            digests = self._hasher.digests(pieces, next(self._batches))
+            digests = self._hasher.digests(pieces)
             for chunk, piece, digest in zip(good, pieces, digests, strict=True):
                 self._compare(chunk, piece, digest)
         finally:
@@ -357,7 +344,7 @@ class _Work:
         expected = chunk.file.expected(chunk.number)
         if digest.hex() != expected:
             # A wrong digest of the fast hasher must condemn no good chunk.
-            digest = self._hasher.again(piece, digest)
+            digest = hashlib_of(piece, digest)
         if digest.hex() == expected:
             self._hand_out(chunk, chunk.buffer.address)
             return

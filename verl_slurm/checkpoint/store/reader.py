@@ -8,7 +8,6 @@ any size takes no disk.
 """
 
 import ctypes
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -18,11 +17,11 @@ from verl_slurm.base import bounded
 from verl_slurm.base.bounded import Limit, TooMuch
 from verl_slurm.base.errors import CheckpointCorrupt
 from verl_slurm.base.keys import Keyring
-from verl_slurm.base.tree import open_below, open_directory
+from verl_slurm.base.tree import open_directory
 from verl_slurm.checkpoint.format.encryption import CheckpointCipher
-from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, FileEntry, sealed_size
+from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, FileEntry
 from verl_slurm.checkpoint.format.tensor_index import INDEX
-from verl_slurm.checkpoint.store.chunks import Reading, Wanted, entry_of, read_checked
+from verl_slurm.checkpoint.store.chunks import Reading, Wanted, read_checked
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.runtime_state.format import MAX_CONTENT_BYTES
 
@@ -117,23 +116,12 @@ def read_small(directory: Path, entry: FileEntry, cipher: CheckpointCipher | Non
     Raises:
         OSError: the storage did not deliver it.
         ValueError: it is not what was committed, or larger than its kind may be.
-        CheckpointCorrupt: its tags are not those of what was encrypted.
     """
     limit = _LIMITS.get(entry.path.rsplit("/", 1)[-1], _RUNTIME_STATE)
     # By the manifest's size, before anything is opened.
     if _plain_size(entry) > limit.num_bytes:
         raise TooMuch(f"{entry.size} bytes, at most {limit.num_bytes}")
-    with open_directory(directory) as root, open_below(root, entry.path) as fd:
-        size = os.fstat(fd).st_size
-        # Both sizes agree before a byte is read: the manifest's was bounded above.
-        if size != entry.size:
-            raise ValueError(f"{size} bytes, expected {entry.size}")
-        data = bounded.read_fd(fd, Limit(num_bytes=sealed_size(limit.num_bytes)))
-    # Digest, size and chunk digests at once. Encrypted bytes are hashed as they lie there; the tags are checked by
-    # `open`.
-    if msgspec.structs.replace(entry_of(entry.path, data), plain_size=entry.plain_size) != entry:
-        raise ValueError("another SHA-256")
-    return data if cipher is None or not _is_sealed(entry) else cipher.open(entry, data)
+    return read_range(directory, entry, cipher, 0, _plain_size(entry))
 
 
 def read_range(

@@ -213,9 +213,6 @@ class CheckpointSaver:
             files=tuple(file for file in self._staging.layout.files if save.takes(file.path)),
             directories=tuple(str(directory) for directory in save.directories.values()),
             sealing=plan.sealing,
-            # Before a stop the process lets the faster medium run ahead instead of keeping both at the slower one's
-            # pace.
-            hurry=save.on_kept is not None,
         )
 
     def _write_and_commit(self, save: PendingSave, plan: SavePlan) -> SavedCheckpoint:

@@ -1,7 +1,6 @@
 """What a rank writes itself, beside its saver's tensors: encrypted once, the same bytes on every medium."""
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import msgspec
 
@@ -9,7 +8,6 @@ from verl_slurm.base.errors import KeyRefused
 from verl_slurm.base.keys import Keyring
 from verl_slurm.checkpoint.format.encryption import CheckpointCipher
 from verl_slurm.checkpoint.format.specification import PLAIN_FILES, FileEntry
-from verl_slurm.checkpoint.store import commit as door
 from verl_slurm.checkpoint.store.chunks import entry_of
 from verl_slurm.save.writer.protocol import Sealing
 
@@ -61,19 +59,3 @@ def seal_small(files: Mapping[str, bytes], cipher: CheckpointCipher | None) -> l
             entry = msgspec.structs.replace(entry, plain_size=len(files[path]))
         sealed.append((entry, data))
     return sealed
-
-
-def write_small(directory: Path, files: Mapping[str, bytes]) -> None:
-    """Write files by path, as `seal_small` made them, durably below a staging directory.
-
-    Raises:
-        OSError: the medium refuses.
-
-    Runs once per medium.
-    """
-    for path, data in files.items():
-        # Several ranks of a node share the folder, and so does the writer process.
-        (directory / path).parent.mkdir(mode=0o700, exist_ok=True)
-        # Not durable yet: `seal` syncs all files together, then their folders.
-        (directory / path).write_bytes(data)
-    door.seal(directory, files)

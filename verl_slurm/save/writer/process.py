@@ -19,7 +19,7 @@ from verl_slurm.base.processes import die_with_parent
 from verl_slurm.checkpoint.hashing import process_hasher
 from verl_slurm.config.schema import EncryptionConfig
 from verl_slurm.save.writer.arena import Arena
-from verl_slurm.save.writer.file_sealing import PATIENCE_S, SealedStream, Sealer
+from verl_slurm.save.writer.file_sealing import SealedFiles, Sealer
 from verl_slurm.save.writer.protocol import FromSaver, SaverReady, Write, Written
 from verl_slurm.save.writer.writing import write_and_hash
 
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
         # A request that does not decode ends the process with a traceback; the rank reads the end of its output.
         request = decoder.decode(line)
         try:
-            stream = _stream(sealer, request, arena)
+            sealed = _sealed(sealer, request, arena)
         # Ends the process: a save that should be sealed and is not must fail as a whole.
         except KeyRefused as error:
             sys.stderr.write(f"{error.one_line()}\n")
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
             request.files,
             request.directories,
             hashers=options.hashers,
-            stream=stream,
+            sealed=sealed,
             on_done=partial(_answer, request.save),
         )
     return int(ExitCode.OK)
@@ -86,7 +86,7 @@ def _keys_config(key_file: str | None, key_env: str | None) -> EncryptionConfig 
     return EncryptionConfig(key_file=key_file, key_env=key_env)
 
 
-def _stream(sealer: Sealer | None, request: Write, arena: Arena) -> SealedStream | None:
+def _sealed(sealer: Sealer | None, request: Write, arena: Arena) -> SealedFiles | None:
     if (sealer is None) != (request.sealing is None):
         raise KeyRefused(
             "the rank and its saver do not agree on whether to encrypt",
@@ -95,9 +95,7 @@ def _stream(sealer: Sealer | None, request: Write, arena: Arena) -> SealedStream
         )
     if sealer is None or request.sealing is None:
         return None
-    # In the grace period a medium that is slower for a moment must not hold up the other one.
-    patience = 0.0 if request.hurry else PATIENCE_S
-    return sealer.begin(request.sealing, arena.view, request.files, patience)
+    return sealer.begin(request.sealing, arena.view, request.files)
 
 
 def _answer(save: int, written: Written) -> None:
