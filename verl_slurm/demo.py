@@ -22,7 +22,8 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.fence import read_epoch
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.inspect.compare import Comparison, compare, newest_checkpoint
+from verl_slurm.checkpoint.inspect.compare import Comparison, compare
+from verl_slurm.checkpoint.store.catalog import newest_checkpoint
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.conf import ClusterOptions
 from verl_slurm.devcluster.faults import preempt

@@ -11,7 +11,6 @@ from tests.builders import make_manifest, run_config
 from verl_slurm.base.errors import CheckpointCorrupt, ConfigError
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.components import partial_domains, require_same_models
-from verl_slurm.checkpoint.format.specification import FORMAT_VERSION
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.commit import commit
 from verl_slurm.checkpoint.store.recover import choose_resume
@@ -107,10 +106,3 @@ def test_an_algorithm_that_trains_the_same_models_is_another_one_all_the_same() 
     require_same_models(make_manifest(trained=("actor",), algorithm="grpo"), config, "")
     with pytest.raises(ConfigError, match="of another algorithm.*expected train.algorithm=ppo"):
         require_same_models(make_manifest(trained=("actor",), algorithm="ppo"), config, "")
-
-
-def test_models_tell_the_algorithm_of_a_checkpoint_of_the_former_version() -> None:
-    former = make_manifest(trained=("actor",), format_version=FORMAT_VERSION - 1)
-    require_same_models(former, run_config(algorithm="grpo"), "")
-    with pytest.raises(ConfigError, match="of another algorithm.*expected train.algorithm=grpo"):
-        require_same_models(former, run_config(algorithm="ppo"), "")

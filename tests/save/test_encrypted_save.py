@@ -25,13 +25,13 @@ from verl_slurm.checkpoint.format.specification import (
     FileEntry,
 )
 from verl_slurm.checkpoint.format.state_schema import current_schema, render_schema
+from verl_slurm.checkpoint.inspect.compare import compare
 from verl_slurm.checkpoint.store.chunks import entry_of
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.config.schema import EncryptionConfig
 from verl_slurm.runtime_state.format import RuntimeState
 from verl_slurm.save.ranks import compare as compare_module
 from verl_slurm.save.ranks.collective import Collective, RanksFailed
-from verl_slurm.save.ranks.compare import compare
 from verl_slurm.save.ranks.loader import load_runtime_state, load_tensors, read_whole
 from verl_slurm.save.ranks.saver import CheckpointSaver, SaveContents
 from verl_slurm.save.ranks.tensors import Tensors

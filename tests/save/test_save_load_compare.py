@@ -15,12 +15,12 @@ from tests.save.parts import ALONE, Net, Parts, checkpoint_saver, contents, runt
 from verl_slurm.base.errors import CheckpointCorrupt, Fenced
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.inspect.compare import compare
 from verl_slurm.checkpoint.store import commit
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.runtime_state.format import RuntimeState
 from verl_slurm.save.ranks import compare as compare_module, saver
 from verl_slurm.save.ranks.collective import RanksFailed
-from verl_slurm.save.ranks.compare import compare
 from verl_slurm.save.ranks.loader import load_runtime_state, load_tensors
 from verl_slurm.save.ranks.saver import SavedCheckpoint
 from verl_slurm.save.ranks.tensors import model_tensors, optimizer_tensors

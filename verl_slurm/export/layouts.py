@@ -136,7 +136,9 @@ def adamw_state(
     strange = sorted(keys.keys() - set(skeleton.parameters))
     # Left out silently, its moments would be lost.
     if strange:
-        raise _unknown(source.directory / "optimizer", f"state of {strange[0]}", f"parameters of the {role}")
+        raise _unknown(
+            source.reader.directory / "optimizer", f"state of {strange[0]}", f"parameters of the {role}"
+        )
     # A frozen parameter has no state, and did not belong to the optimizer.
     order = [name for name in skeleton.parameters if name in keys]
     places = {f"{prefix}{name}.{key}": (index, key) for index, name in enumerate(order) for key in keys[name]}
@@ -181,9 +183,9 @@ def moments_bytes(source: ExportSource, roles: list[Role]) -> int:
 
 
 def _schedules(source: ExportSource, roles: list[Role]) -> dict[str, Schedule]:
-    path = source.directory / "scheduler.json"
+    path = source.reader.directory / "scheduler.json"
     try:
-        schedules = msgspec.json.decode(source.read_file(path.name), type=dict[str, Schedule])
+        schedules = msgspec.json.decode(source.reader.read(path.name), type=dict[str, Schedule])
     except msgspec.MsgspecError as error:
         raise _unknown(path, error, "a schedule of each role") from error
     for role in roles:

@@ -4,8 +4,7 @@ Each rank reads the boxes that it holds, from whatever pieces they were saved in
 checked once more on the way (`checkpoint.store.chunks`). The ranks need no plan in common.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,17 +14,8 @@ from torch import Tensor
 
 from verl_slurm.base.errors import CheckpointCorrupt
 from verl_slurm.base.keys import Keyring
-from verl_slurm.base.tree import open_directory
-from verl_slurm.checkpoint.format.tensor_index import (
-    DTYPE_BYTES,
-    INDEX,
-    Piece,
-    TensorEntry,
-    TensorIndex,
-    parse_index,
-    tensor_file,
-)
-from verl_slurm.checkpoint.store.chunks import Wanted, read_checked
+from verl_slurm.checkpoint.format.tensor_index import Piece, TensorEntry, TensorIndex
+from verl_slurm.checkpoint.store.chunks import Wanted
 from verl_slurm.checkpoint.store.reader import CheckpointReader
 from verl_slurm.runtime_state.codec import decode
 from verl_slurm.runtime_state.format import RuntimeState, runtime_state_name
@@ -71,22 +61,13 @@ def read_tensors(
 ) -> None:
     """As `load_tensors`, where more is read of the checkpoint: each reader parses its manifest."""
     # Every rank checks for itself against the same files, so all refuse or none.
-    indexes = {domain: _index(reader, domain) for domain in domains}
+    indexes = {domain: reader.index(domain) for domain in domains}
     _check_names(reader, indexes, domains, ranks)
     for domain, tensors in domains.items():
         _check(reader.directory / domain, indexes[domain], tensors)
     parts = [part for domain in domains for part in _parts(domain, indexes[domain].tensors, domains[domain])]
     # Together: storage may fail for one rank alone, and the others would train on without it.
     ranks.together("reading tensors", lambda: read_parts(reader, parts, near))
-
-
-def read_index(directory: Path, domain: str, keys: Keyring | None = None) -> TensorIndex:
-    """Which tensors a domain holds and where, its bytes checked against the manifest.
-
-    Raises:
-        CheckpointCorrupt: they are not what the manifest says.
-    """
-    return _index(CheckpointReader(directory, keys), domain)
 
 
 def read_whole(
@@ -101,20 +82,19 @@ def read_whole(
         CheckpointCorrupt: it changed since.
         KeyError: it has no such tensor.
     """
-    return WholeReader(directory, domain, keys).read(names)
+    return WholeReader(CheckpointReader(directory, keys), domain).read(names)
 
 
 class WholeReader:
-    """Reads a domain's whole tensors some at a time; index and manifest, which may be large, are parsed once.
+    """Reads a domain's whole tensors some at a time; its index, which may be large, is parsed once.
 
     Raises:
         CheckpointCorrupt: the index is not what the manifest says.
-        KeyRefused: it needs a key that is not there.
     """
 
-    def __init__(self, directory: Path, domain: str, keys: Keyring | None = None) -> None:
-        self.reader, self._domain = CheckpointReader(directory, keys), domain
-        self.index = _index(self.reader, domain)
+    def __init__(self, reader: CheckpointReader, domain: str) -> None:
+        self.reader, self._domain = reader, domain
+        self.index = self.reader.index(domain)
 
     def read(self, names: Collection[str] | None = None) -> Tensors:
         """As `read_whole`."""
@@ -226,26 +206,6 @@ class Part:
         return self.target.element_size() * torch.Size(self.overlap.rows).numel()
 
 
-def _index(reader: CheckpointReader, domain: str) -> TensorIndex:
-    where = reader.directory / domain / INDEX
-    index = parse_index(reader.read(f"{domain}/{INDEX}"), where=where)
-    # Most runs lie in the same files, which are looked up once.
-    runs: dict[tuple[str, range], int] = {}
-    for entry in index.tensors.values():
-        for piece in entry.pieces:
-            place = (piece.file, piece.ranks if piece.count > 1 else range(1))
-            runs[place] = runs.get(place, 0) + piece.numel * DTYPE_BYTES[entry.dtype]
-    claimed: dict[str, int] = {}
-    for (first, those), num_bytes in runs.items():
-        for file in [first] if len(those) == 1 else map(tensor_file, those):
-            claimed[file] = claimed.get(file, 0) + num_bytes
-    for file, num_bytes in claimed.items():
-        # Pieces that share their bytes would let a small file stand for any number of large tensors.
-        if num_bytes > max(0, reader.plain_size(f"{domain}/{file}")):
-            raise _unfit(where, f"pieces of {num_bytes} bytes in {file}", "the file that they lie in")
-    return index
-
-
 def _parts(domain: str, entries: Mapping[str, TensorEntry], tensors: Tensors) -> Iterator[Part]:
     for name, tensor in tensors.items():
         local, box = local_part(tensor)
@@ -273,13 +233,8 @@ def read_parts(reader: CheckpointReader, parts: Iterable[Part], near: Path | Non
         CheckpointCorrupt: it changed since it was verified.
         OSError: the storage did not give it.
     """
-    with ExitStack() as opened:
-        places = [opened.enter_context(open_directory(reader.directory))]
-        if near is not None:
-            with suppress(OSError, CheckpointCorrupt):  # this node has none of it
-                places.insert(0, opened.enter_context(open_directory(near)))
-        for batch in _batches(parts):
-            _read_batch(places, reader, batch)
+    for batch in _batches(parts):
+        _read_batch(reader, batch, near)
 
 
 def _batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
@@ -296,13 +251,7 @@ def _batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
         yield batch
 
 
-def _read_batch(places: Sequence[int], reader: CheckpointReader, batch: list[Part]) -> None:
-    """Reads the parts of a batch.
-
-    Args:
-        places: descriptors of the directories that may have the files, the checkpoint itself last.
-    """
-    directory = reader.directory
+def _read_batch(reader: CheckpointReader, batch: list[Part], near: Path | None) -> None:
     wanted: dict[str, list[Wanted]] = {}
     buffers: list[tuple[Part, Tensor]] = []
     for part in batch:
@@ -314,31 +263,7 @@ def _read_batch(places: Sequence[int], reader: CheckpointReader, batch: list[Par
         start = part.piece.at + part.overlap.skip
         # `buffers` and the targets keep this memory alive until the read is over: the reader knows addresses alone.
         wanted.setdefault(part.path, []).append(Wanted(start, part.num_bytes, into.data_ptr()))
-    problems: list[tuple[str, str | OSError]] = []
-    readings = []
-    for path, ranges in wanted.items():
-        # `read_checked` wants them in order.
-        ranges.sort(key=lambda w: w.offset)
-        # Before the read: the index is the writer's word, and the reader copies to raw addresses.
-        if ranges[-1].offset + ranges[-1].length > reader.plain_size(path):
-            raise _unfit(directory / path, "no such bytes", "the file that the index names")
-        readings.append(reader.reading(path, ranges))
-    for place in places:
-        # Whatever is wrong with a nearer copy, the next place may have the right bytes.
-        problems.clear()
-        read_checked(place, readings, on_problem=lambda path, what: problems.append((path, what)))
-        left = {path for path, _ in problems}
-        readings = [reading for reading in readings if reading.entry.path in left]
-    for path, what in problems:
-        # Storage that fails now says nothing about the checkpoint: it is not called corrupt.
-        if isinstance(what, OSError):
-            raise what
-        raise CheckpointCorrupt(
-            "the checkpoint changed after it was verified",
-            where=directory / path,
-            found=what,
-            remedy="resume from an older checkpoint (verl-slurm list RUN)",
-        )
+    reader.fill(wanted, near)
     # After all chunks were checked: a batch that fails leaves these targets as they were.
     with torch.no_grad():
         for part, rows in buffers:
