@@ -19,11 +19,12 @@ from transformers.utils import logging as hf_logging
 from verl_slurm.base.errors import CheckpointCorrupt, PermissionRefused, VerlSlurmError
 from verl_slurm.checkpoint.store.reader import CheckpointReader
 from verl_slurm.checkpoint.store.run_config import keys_for
+from verl_slurm.config.roles import Role
 from verl_slurm.export.exporting import ExportOrder, read_order
 from verl_slurm.export.hf import plan_shards, write_hf
 from verl_slurm.export.layouts import largest_file, moments_bytes, write_layout
 from verl_slurm.export.model_dir import take_small_files
-from verl_slurm.export.skeleton import Role, Skeleton, build_skeleton, check_fit
+from verl_slurm.export.skeleton import Skeleton, build_skeleton, check_fit
 from verl_slurm.export.source import ExportSource, cast_bytes
 
 _DTYPES = {"keep": None, "float32": torch.float32, "bfloat16": torch.bfloat16}

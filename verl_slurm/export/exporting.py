@@ -20,16 +20,7 @@ from typing import IO, Any, Literal
 
 import msgspec
 
-from verl_slurm.base.errors import (
-    CheckpointCorrupt,
-    ConfigError,
-    DataError,
-    KeyRefused,
-    NotFound,
-    PermissionRefused,
-    SchemaMismatch,
-    VerlSlurmError,
-)
+from verl_slurm.base.errors import DataError, VerlSlurmError
 from verl_slurm.base.files import fsync_path
 from verl_slurm.base.packages import require_packages
 from verl_slurm.checkpoint.format.components import require_own
@@ -38,24 +29,13 @@ from verl_slurm.checkpoint.inspect.contents import Look
 from verl_slurm.checkpoint.store.run_config import keys_for
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.checkpoint.store.whole_output import require_free, whole_output
+from verl_slurm.config.roles import Role
 from verl_slurm.dataset.fingerprint.data_record import fingerprint
 
 Layout = Literal["hf", "single-file", "split"]
-Role = Literal["actor", "critic"]
 
 RECORD = "verl_slurm_export.json"
 """Part of every export: names its checkpoint and how it was made."""
-
-# The child passes an error as its exit code and its parts; the class is found again here.
-_CLASSES = (
-    CheckpointCorrupt,
-    ConfigError,
-    DataError,
-    KeyRefused,
-    NotFound,
-    PermissionRefused,
-    SchemaMismatch,
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,7 +260,9 @@ def _parsed(raw: bytes) -> _Line:
 
 def _as_error(line: _Line) -> VerlSlurmError:
     facts: dict[str, Any] = dict(line.error or {})
-    kind = next((c for c in _CLASSES if int(c.exit_code) == line.exit_code), VerlSlurmError)
+    # The child passes an error as its exit code and its parts; the class is found again here.
+    kinds = VerlSlurmError.__subclasses__()
+    kind = next((kind for kind in kinds if int(kind.exit_code) == line.exit_code), VerlSlurmError)
     return kind(facts.pop("what", None) or "the export broke", **facts)
 
 

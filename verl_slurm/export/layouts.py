@@ -19,17 +19,16 @@ One file is made at a time, and torch.save needs the whole of it in memory: the 
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 
 from verl_slurm.base.errors import SchemaMismatch
-from verl_slurm.export.skeleton import Role, Skeleton
+from verl_slurm.config.roles import Role
+from verl_slurm.export.skeleton import Skeleton
 from verl_slurm.export.source import ExportSource, cast_bytes
-
-Layout = Literal["single-file", "split"]
 
 FILES: dict[str, dict[str, str]] = {
     "single-file": {
@@ -62,7 +61,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
 
 def write_layout(
     source: ExportSource,
-    layout: Layout,
+    layout: str,
     skeletons: dict[Role, Skeleton],
     out: Path,
     *,

@@ -16,14 +16,8 @@ from verl_slurm.checkpoint.format.specification import (
     FileEntry,
 )
 from verl_slurm.checkpoint.format.tensor_index import INDEX, TensorIndex, parse_index
-from verl_slurm.checkpoint.store.reader import CheckpointReader
+from verl_slurm.checkpoint.store.reader import CheckpointReader, limit_of
 from verl_slurm.config import strict_yaml
-
-_JSON = {
-    "metadata.json": bounded.RECORD,
-    "orchestration.json": bounded.DATA_FILES,
-    "scheduler.json": bounded.SMALL,
-}
 
 
 class Look(CheckpointReader):
@@ -83,7 +77,7 @@ class Look(CheckpointReader):
         if self.manifest.guest is not msgspec.UNSET and path not in GUEST_FILES:
             return {}
         try:
-            return bounded.decode_json(self.read(path), dict[str, Any], _JSON[path])
+            return bounded.decode_json(self.read(path), dict[str, Any], limit_of(path))
         except (ValueError, RecursionError) as error:
             raise _bad(self.directory / path, error, "JSON") from error
 

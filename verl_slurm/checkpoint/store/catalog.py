@@ -2,6 +2,7 @@
 
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -141,46 +142,27 @@ def _classify(path: Path, partial: bool) -> CheckpointInfo | None:
     # A prune renames before it removes, and a commit renames its staging directory.
     except FileNotFoundError:
         return None
-    if staged is not None and is_directory:
-        step, safe_point = checkpoint_order(staged[1]) or (-1, -1)
-        return CheckpointInfo(
-            kind="torn",
-            name=path.name,
-            path=path,
-            step=step,
-            safe_point=safe_point,
-            detail="staging directory: being written, or its writer died",
-        )
     # Listed, so that people see what lies there; no decision takes it.
-    if order is None or not is_directory:
+    if not is_directory or (staged is None and order is None):
         return CheckpointInfo(kind="foreign", name=path.name, path=path, detail="not a checkpoint's name")
-    step, safe_point = order
+    step, safe_point = order or (checkpoint_order(staged[1]) if staged else None) or (-1, -1)
+    info = CheckpointInfo(kind="torn", name=path.name, path=path, step=step, safe_point=safe_point)
+    if staged is not None:
+        return replace(info, detail="staging directory: being written, or its writer died")
     try:
         manifest = read_manifest(path)
     # Either it has no manifest that verifies, or it was removed between the listing and this.
     except (OSError, VerlSlurmError) as error:
-        if not os.path.lexists(path):
-            return None
-        return CheckpointInfo(
-            kind="torn", name=path.name, path=path, step=step, safe_point=safe_point, detail=str(error)
-        )
+        return replace(info, detail=str(error)) if os.path.lexists(path) else None
     if bool(manifest.components) != partial:
         # Somebody has put it here. A search for a state to resume from must ignore a partial one.
         detail = f"a partial checkpoint: {', '.join(manifest.components)} only"
-        return CheckpointInfo(
-            kind="foreign",
-            name=path.name,
-            path=path,
-            step=step,
-            safe_point=safe_point,
-            detail="a full checkpoint among partial ones" if partial else detail,
+        return replace(
+            info, kind="foreign", detail="a full checkpoint among partial ones" if partial else detail
         )
-    return CheckpointInfo(
+    return replace(
+        info,
         kind="committed",
-        name=path.name,
-        path=path,
-        step=step,
-        safe_point=safe_point,
         # The manifest keeps the field's former name.
         attempt=manifest.epoch,
         phase=manifest.phase,

@@ -81,7 +81,7 @@ class CheckpointReader:
         entry = self.entries.get(path)
         if entry is None:
             raise _not_committed(self.directory / path, "not in the manifest")
-        limit = _LIMITS.get(path.rsplit("/", 1)[-1], _RUNTIME_STATE).num_bytes
+        limit = limit_of(path).num_bytes
         # By the manifest's size, before anything is opened.
         if head is None and _plain_size(entry) > limit:
             raise _not_committed(self.directory / path, f"{entry.size} bytes, at most {limit}")
@@ -198,6 +198,11 @@ class CheckpointReader:
             if isinstance(what, OSError):
                 raise what
             raise _not_committed(self.directory / path, what)
+
+
+def limit_of(path: str) -> Limit:
+    """Returns the limit of a file that is read whole."""
+    return _LIMITS.get(path.rsplit("/", 1)[-1], _RUNTIME_STATE)
 
 
 def _not_committed(where: Path, found: object, expected: object = None) -> CheckpointCorrupt:

@@ -16,14 +16,9 @@ from verl_slurm.checkpoint.store.run_config import keys_for
 from verl_slurm.cli.checkpoint.verify_command import one_checkpoint
 from verl_slurm.cli.command_options import PLACE, RUN, command, key_option, option
 from verl_slurm.cli.show import render
+from verl_slurm.config.roles import Role
 from verl_slurm.config.schema import DataConfig, ModelConfig, RunConfig
-from verl_slurm.export.exporting import (
-    ExportProgress,
-    Layout,
-    Role,
-    Wish,
-    export as export_checkpoint,
-)
+from verl_slurm.export.exporting import ExportProgress, Layout, Wish, export as export_checkpoint
 from verl_slurm.submit.checks.model_and_reward import build_builtins, check_names
 
 

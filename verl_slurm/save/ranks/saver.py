@@ -50,7 +50,7 @@ from verl_slurm.save.ranks.pending_save import (
 from verl_slurm.save.ranks.second_copy import NodeCopies
 from verl_slurm.save.ranks.staging import Staging
 from verl_slurm.save.ranks.tensors import Tensors
-from verl_slurm.save.writer.metadata_files import begin_sealing, cipher_for, seal_small
+from verl_slurm.save.writer.file_sealing import begin_sealing, cipher_for, seal_small
 from verl_slurm.save.writer.protocol import Sealing, Write
 
 _PATIENCE_S = 1.0
