@@ -30,7 +30,6 @@ from verl_slurm.checkpoint.store.chunks import entry_of
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.config.schema import EncryptionConfig
 from verl_slurm.runtime_state.format import RuntimeState
-from verl_slurm.save.ranks import compare as compare_module
 from verl_slurm.save.ranks.collective import Collective, RanksFailed
 from verl_slurm.save.ranks.loader import load_runtime_state, load_tensors, read_whole
 from verl_slurm.save.ranks.saver import CheckpointSaver, SaveContents
@@ -413,19 +412,17 @@ def configured(run: RunPaths, config: EncryptionConfig) -> RunPaths:
     return run
 
 
-def test_the_comparing_process_finds_the_key_by_the_run_and_has_an_exit_code_for_its_lack(
-    configured: RunPaths, capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path
+def test_the_command_finds_the_key_by_the_run_or_takes_it_by_hand(
+    configured: RunPaths, config: EncryptionConfig, tmp_path: Path
 ) -> None:
-    a, b = str(directory(configured, 2)), str(directory(configured, 2))
-    assert compare_module.main([a, b]) == ExitCode.OK
-    other = tmp_path / "other.key"
+    words = ["inspect", "--bits", str(directory(configured, 2)), str(directory(configured, 2))]
+    assert main(words) == ExitCode.OK
     tmp_path.chmod(0o700)
-    new_key_file(other)
-    capfdbinary.readouterr()
-    assert compare_module.main([a, b, "--key-file", str(other)]) == ExitCode.KEY
-    assert capfdbinary.readouterr().err.count(b"\n") == 1
+    new_key_file(tmp_path / "other.key")
+    assert main([*words, "--key-file", str(tmp_path / "other.key")]) == ExitCode.KEY
     configured.run_yaml.unlink()
-    assert compare_module.main([a, b]) == ExitCode.KEY
+    assert main(words) == ExitCode.KEY
+    assert main([*words, "--key-file", str(config.key_file)]) == ExitCode.OK
 
 
 def test_ranks_that_do_not_agree_on_the_key_save_nothing(

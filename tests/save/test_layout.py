@@ -152,9 +152,8 @@ def test_an_index_and_a_ranks_word_are_as_long_for_2048_ranks_as_for_256() -> No
     assert len(index.tensors["q"].pieces) <= 3
 
 
-def test_few_ranks_have_an_index_that_older_releases_read() -> None:
+def test_few_ranks_have_an_index_without_runs() -> None:
     (plan,) = fsdp(SHORTEST_RUN - 1).plans([0])
-    assert b'"format":1' in plan.indexes["actor/index.json"]
     assert b"count" not in plan.indexes["actor/index.json"]
 
 
