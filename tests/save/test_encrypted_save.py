@@ -28,6 +28,7 @@ from verl_slurm.checkpoint.format.state_schema import current_schema, render_sch
 from verl_slurm.checkpoint.inspect.compare import compare
 from verl_slurm.checkpoint.store.chunks import entry_of
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
+from verl_slurm.cli.__main__ import main
 from verl_slurm.config.schema import EncryptionConfig
 from verl_slurm.runtime_state.format import RuntimeState
 from verl_slurm.save.ranks.collective import Collective, RanksFailed
