@@ -25,7 +25,7 @@ from benchmarks.save.reading import read_all
 from verl_slurm.base.digest import num_threads
 from verl_slurm.base.tree import open_directory
 from verl_slurm.checkpoint.format.specification import FileEntry
-from verl_slurm.checkpoint.hashing import Hasher, process_hasher, reading_hasher
+from verl_slurm.checkpoint.hashing import Hasher, process_hasher
 from verl_slurm.checkpoint.store.chunks import Reading, Wanted, read_checked
 from verl_slurm.save.writer.arena import Arena
 from verl_slurm.save.writer.protocol import ArenaFile
@@ -158,7 +158,7 @@ def main() -> None:
     print(
         f"{size / 2**30:.2f} GiB, {num_threads()} threads, {options.rounds} rounds, load {os.getloadavg()[0]:.1f}; "
         f"{' '.join(stringzilla.__capabilities__)}: at once: {process_hasher().at_once} in a save, "
-        f"{reading_hasher().at_once} in a reading"
+        f"{process_hasher(reading=True).at_once} in a reading"
     )
     print(f"{'':46}  seconds  (least..greatest)  CPU s")
     rows = {}

@@ -17,9 +17,8 @@ from hypothesis import given, settings, strategies as st
 from tests.checkpoint.conftest import FILES, manifest_of, owns_it, stage
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.tree import open_directory
-from verl_slurm.checkpoint import hashing
 from verl_slurm.checkpoint.format.specification import CHUNK_BYTES, FileEntry
-from verl_slurm.checkpoint.hashing import FEWEST, LANES, Hasher, process_hasher, reading_hasher
+from verl_slurm.checkpoint.hashing import FEWEST, LANES, Hasher, process_hasher
 from verl_slurm.checkpoint.store import chunks
 from verl_slurm.checkpoint.store.chunks import Reading, Wanted, make_entry, read_checked
 from verl_slurm.checkpoint.store.commit import commit
@@ -71,40 +70,23 @@ def test_pieces_of_any_number_and_lengths_have_hashlibs_digests(sizes: list[int]
 
 
 @pytest.mark.parametrize(
-    ("able", "at_once"),
+    ("able", "saving", "reading"),
     [
-        ("serial westmere goldmont haswell skylake icelake", LANES),
-        ("serial westmere haswell skylake", LANES),
-        ("serial westmere haswell", LANES),
-        ("serial westmere goldmont haswell", 1),
-        ("serial westmere goldmont", 1),
-        ("serial neon", 1),
+        ("serial westmere goldmont haswell skylake icelake", LANES, 1),
+        ("serial westmere haswell skylake", LANES, LANES),
+        ("serial westmere haswell", LANES, LANES),
+        ("serial westmere goldmont haswell", 1, 1),
+        ("serial westmere goldmont", 1, 1),
+        ("serial neon", 1, 1),
     ],
 )
 def test_lanes_are_used_where_they_are_faster(
-    monkeypatch: pytest.MonkeyPatch, able: str, at_once: int
+    monkeypatch: pytest.MonkeyPatch, able: str, saving: int, reading: int
 ) -> None:
+    """A reading hashes chunk by chunk where hashlib keeps up with the disk."""
     fake = SimpleNamespace(__capabilities__=tuple(able.split()), Sha256s=stringzilla.Sha256s)
     monkeypatch.setitem(sys.modules, "stringzilla", fake)
-    assert make_hasher().at_once == at_once
-
-
-@pytest.mark.parametrize(
-    ("able", "at_once"),
-    [
-        ("serial westmere goldmont haswell skylake icelake", 1),
-        ("serial westmere haswell skylake", LANES),
-        ("serial westmere haswell", LANES),
-        ("serial neon", 1),
-    ],
-)
-def test_a_reading_hashes_chunk_by_chunk_where_hashlib_keeps_up_with_the_disk(
-    monkeypatch: pytest.MonkeyPatch, able: str, at_once: int
-) -> None:
-    fake = SimpleNamespace(__capabilities__=tuple(able.split()), Sha256s=stringzilla.Sha256s)
-    monkeypatch.setitem(sys.modules, "stringzilla", fake)
-    monkeypatch.setattr(hashing, "process_hasher", make_hasher)
-    assert reading_hasher.__wrapped__().at_once == at_once
+    assert (make_hasher().at_once, make_hasher(reading=True).at_once) == (saving, reading)
 
 
 def test_one_that_errs_at_the_start_is_not_used(
@@ -194,7 +176,7 @@ def uses(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], Lanes] | 
 
     def use(lanes: Callable[[int], Lanes] | None) -> Hasher:
         hasher = Hasher(lanes)
-        monkeypatch.setattr(chunks, "reading_hasher", lambda: hasher)
+        monkeypatch.setattr(chunks, "process_hasher", lambda reading: hasher)
         return hasher
 
     return use
@@ -248,7 +230,7 @@ def test_without_stringzilla_a_checkpoint_is_saved_and_verified_and_nothing_is_s
 ) -> None:
     monkeypatch.setitem(sys.modules, "stringzilla", None)
     assert make_hasher().at_once == 1
-    monkeypatch.setattr(chunks, "reading_hasher", make_hasher)
+    monkeypatch.setattr(chunks, "process_hasher", make_hasher)
     assert verify(large()).ok
     assert capsys.readouterr().err == ""
 

@@ -135,17 +135,18 @@ def test_whatever_ends_it_early_leaves_nothing(
 ) -> None:
     import signal
 
-    def fill(_d: Path, _g: str, staging: Path, *_: object) -> int:
-        (staging / "half").write_text("half")
+    def fill(order: exporting.ExportOrder, _: object) -> int:
+        half = order.staging / "half"
+        half.write_text("half")
         if end == "error":
             raise VerlSlurmError("the export broke")
         if end == "interrupt":
             raise KeyboardInterrupt
         if end == "terminate":
             signal.raise_signal(signal.SIGTERM)
-        raise OSError(28, os.strerror(28), str(staging / "half"))
+        raise OSError(28, os.strerror(28), str(half))
 
-    monkeypatch.setattr(exporting, "_fill", fill)
+    monkeypatch.setattr(exporting, "fill", fill)
     former = signal.getsignal(signal.SIGTERM)
     with pytest.raises((VerlSlurmError, KeyboardInterrupt)) as caught:
         export_checkpoint(checkpoint, wish(tmp_path / "out", trained.base))

@@ -67,18 +67,25 @@ def hashlib_of(piece: memoryview, found: bytes) -> bytes:
 
 
 @functools.cache
-def process_hasher() -> Hasher:
-    """Returns the faster hasher on this processor. The first call loads stringzilla, if it is installed."""
+def process_hasher(*, reading: bool = False) -> Hasher:
+    """Returns the faster hasher on this processor. The first call loads stringzilla, if it is installed.
+
+    Args:
+        reading: to read and check a checkpoint soonest; else to take the least of the processor.
+    """
     try:
         # Here, not at the top: verifying must work where it is not installed, and most commands hash nothing.
         import stringzilla
     except ImportError:
         return Hasher()
     try:
-        # stringzilla's names: "skylake" is AVX-512, "haswell" AVX2. With AVX2 and the SHA instructions ("goldmont")
-        # hashlib is faster.
+        # stringzilla's names: "skylake" is AVX-512, "haswell" AVX2, "goldmont" the SHA instructions. With these hashlib
+        # is faster than AVX2. For a reading it is than AVX-512, too: two cores are as fast as a disk, chunk by chunk,
+        # and the last batches would be hashed when nothing is left to read, from 128 MiB more of fresh memory.
         able = stringzilla.__capabilities__
-        faster = "skylake" in able or ("haswell" in able and "goldmont" not in able)
+        faster = ("skylake" in able and not (reading and "goldmont" in able)) or (
+            "haswell" in able and "goldmont" not in able
+        )
         if faster and not _agrees(stringzilla.Sha256s):
             _say("found another SHA-256 than hashlib when it was tried; it is not used")
             faster = False
@@ -86,19 +93,6 @@ def process_hasher() -> Hasher:
     except Exception as error:  # noqa: BLE001 - of another release; no checkpoint fails for want of speed
         _say(f"cannot be used: {type(error).__name__}: {error}")
         return Hasher()
-
-
-@functools.cache
-def reading_hasher() -> Hasher:
-    """Returns the hasher that lets this processor read and check a checkpoint soonest."""
-    hasher = process_hasher()
-    if hasher.at_once == 1:
-        return hasher
-    import stringzilla
-
-    # With the SHA instructions two cores by hashlib are as fast as a disk, chunk by chunk. Batches would cost less of
-    # the processor, but the last ones are hashed when nothing is left to read, from 128 MiB more of fresh memory.
-    return Hasher() if "goldmont" in stringzilla.__capabilities__ else hasher
 
 
 def _agrees(lanes: Callable[[int], Any]) -> bool:

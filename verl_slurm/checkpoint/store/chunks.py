@@ -30,7 +30,7 @@ from verl_slurm.base.errors import CheckpointCorrupt
 from verl_slurm.base.tree import open_below
 from verl_slurm.checkpoint.format.encryption import TAG_BYTES, ChunkOpener
 from verl_slurm.checkpoint.format.specification import CHUNK_BYTES, FileEntry
-from verl_slurm.checkpoint.hashing import FEWEST, LANES, Hasher, hashlib_of, reading_hasher
+from verl_slurm.checkpoint.hashing import FEWEST, LANES, Hasher, hashlib_of, process_hasher
 
 _HUGE_PAGE = 2 << 20
 
@@ -170,13 +170,13 @@ def read_checked(
         on_problem: called with the path and its fault, or the error; from any thread, one at a time.
         from_medium: bypass the page cache where possible.
         bytes_per_s: one thread, which pauses so as to read no faster; None: no limit.
-        hasher: default: `reading_hasher`.
+        hasher: default: the process's for a reading.
     """
     # Two per core: the disk has work while the cores have (on 2 cores 1.14 × a plain read; one per core: 1.81 ×).
     threads = 1 if bytes_per_s else threads or 2 * num_threads()
     if hasher is None:
         few = sum(reading.entry.size for reading in readings) < FEWEST * CHUNK_BYTES
-        hasher = Hasher() if few else reading_hasher()
+        hasher = Hasher() if few else process_hasher(reading=True)
     return _Work(root, readings, threads, on_problem, from_medium, bytes_per_s, hasher).on_threads()
 
 

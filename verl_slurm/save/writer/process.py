@@ -40,15 +40,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--arena", type=int, required=True, metavar="FD", help="descriptor of the arena")
     parser.add_argument("--size", type=int, required=True, help="bytes of it")
     parser.add_argument("--hashers", type=int, default=1, help="threads that hash")
-    parser.add_argument("--key-file", help="where the key is to encrypt with")
-    parser.add_argument("--key-env", help="the variable that holds it, instead")
+    parser.add_argument("--encryption", help="where the key is to encrypt with, as JSON")
     options = parser.parse_args(argv)
     # Before any file is made: weights must not be readable to others even for a moment.
     os.umask(0o077)
     arena = Arena(options.size, fd=options.arena)
     try:
         # The saver reads the key itself: the arena holds plaintext, and what leaves this process has to be sealed.
-        keys = load_keys(_keys_config(options.key_file, options.key_env))
+        source = options.encryption and msgspec.json.decode(options.encryption, type=EncryptionConfig)
+        keys = load_keys(source)
         sealer = None if keys is None else Sealer(keys.current)
         # The same pages as the rank's, mapped into this process: otherwise the first save pays for its page faults.
         arena.fault_in()
@@ -78,12 +78,6 @@ def main(argv: list[str] | None = None) -> int:
             on_done=partial(_answer, request.save),
         )
     return int(ExitCode.OK)
-
-
-def _keys_config(key_file: str | None, key_env: str | None) -> EncryptionConfig | None:
-    if key_file is None and key_env is None:
-        return None
-    return EncryptionConfig(key_file=key_file, key_env=key_env)
 
 
 def _sealed(sealer: Sealer | None, request: Write, arena: Arena) -> SealedFiles | None:
