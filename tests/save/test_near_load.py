@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from tests.faults.world import World
+from tests.save.loading import load_tensors
 from tests.save.parts import Parts
 from verl_slurm.base.errors import CheckpointCorrupt
 from verl_slurm.checkpoint.store import reader
 from verl_slurm.checkpoint.store.chunks import Reading, read_checked
 from verl_slurm.save.ranks.collective import Collective, RanksFailed
-from verl_slurm.save.ranks.loader import load_tensors
 
 pytestmark = pytest.mark.torch
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.save.loading import load_runtime_state, load_tensors
 from tests.save.parts import ALONE, Net, Parts, checkpoint_saver, contents, runtime
 from verl_slurm.base.errors import CheckpointCorrupt, Fenced
 from verl_slurm.base.paths import RunPaths
@@ -19,7 +20,6 @@ from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.runtime_state.format import RuntimeState
 from verl_slurm.save.ranks import medium_results, saver
 from verl_slurm.save.ranks.collective import RanksFailed
-from verl_slurm.save.ranks.loader import load_runtime_state, load_tensors
 from verl_slurm.save.ranks.saver import SavedCheckpoint
 from verl_slurm.save.ranks.tensors import model_tensors, optimizer_tensors
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from verl_slurm.base.errors import CheckpointCorrupt
-from verl_slurm.base.keys import Keyring
 from verl_slurm.checkpoint.format.tensor_index import Piece, TensorEntry, TensorIndex
 from verl_slurm.checkpoint.store.chunks import Wanted
 from verl_slurm.checkpoint.store.reader import CheckpointReader
@@ -27,31 +26,6 @@ from verl_slurm.save.ranks.tensors import Tensors, left_as_it_is
 _BUFFER_BYTES = 512 << 20
 
 
-def load_tensors(
-    directory: Path,
-    domains: Mapping[str, Tensors],
-    ranks: Collective,
-    keys: Keyring | None = None,
-    *,
-    near: Path | None = None,
-) -> None:
-    """Fill the tensors of each domain (`actor`, `critic`, `optimizer`) in place. Collective.
-
-    Args:
-        directory: a checkpoint that `checkpoint.store.verify` found whole.
-        domains: domain → this rank's tensors; those of all ranks are exactly what it must hold.
-        keys: to decrypt with, and to hold the manifest against.
-        near: where this node may have some of its files, on its own disk. They are read there, and checked against
-            the manifest of `directory`; a file that is not there, or is another one, is read from `directory`.
-
-    Raises:
-        KeyRefused: it needs a key that is not there.
-        CheckpointCorrupt: a tensor is missing, left over, or of another shape or type.
-        RanksFailed: reading failed on some rank.
-    """
-    read_tensors(CheckpointReader(directory, keys), domains, ranks, near=near)
-
-
 def read_tensors(
     reader: CheckpointReader,
     domains: Mapping[str, Tensors],
@@ -59,7 +33,18 @@ def read_tensors(
     *,
     near: Path | None = None,
 ) -> None:
-    """As `load_tensors`, where more is read of the checkpoint: each reader parses its manifest."""
+    """Fill the tensors of each domain (`actor`, `critic`, `optimizer`) in place. Collective.
+
+    Args:
+        reader: of a checkpoint that `checkpoint.store.verify` found whole.
+        domains: domain → this rank's tensors; those of all ranks are exactly what it must hold.
+        near: where this node may have some of its files, on its own disk. They are read there, and checked against
+            the manifest; a file that is not there, or is another one, is read from the checkpoint.
+
+    Raises:
+        CheckpointCorrupt: a tensor is missing, left over, or of another shape or type.
+        RanksFailed: reading failed on some rank.
+    """
     # Every rank checks for itself against the same files, so all refuse or none.
     indexes = {domain: reader.index(domain) for domain in domains}
     _check_names(reader, indexes, domains, ranks)
@@ -68,21 +53,6 @@ def read_tensors(
     parts = [part for domain in domains for part in _parts(domain, indexes[domain].tensors, domains[domain])]
     # Together: storage may fail for one rank alone, and the others would train on without it.
     ranks.together("reading tensors", lambda: read_parts(reader, parts, near))
-
-
-def read_whole(
-    directory: Path, domain: str, names: Collection[str] | None = None, keys: Keyring | None = None
-) -> Tensors:
-    """Tensors of a domain as they are unsharded, on the CPU; all, or those named.
-
-    Args:
-        directory: a checkpoint that `checkpoint.store.verify` found whole.
-
-    Raises:
-        CheckpointCorrupt: it changed since.
-        KeyError: it has no such tensor.
-    """
-    return WholeReader(CheckpointReader(directory, keys), domain).read(names)
 
 
 class WholeReader:
@@ -97,12 +67,17 @@ class WholeReader:
         self.index = self.reader.index(domain)
 
     def read(self, names: Collection[str] | None = None) -> Tensors:
-        """As `read_whole`."""
+        """Tensors as they are unsharded, on the CPU; all, or those named.
+
+        Raises:
+            CheckpointCorrupt: it changed since it was verified.
+            KeyError: it has no such tensor.
+        """
         wanted = self.index.tensors if names is None else names
         return self.read_entries({name: self.index.tensors[name] for name in wanted})
 
     def read_entries(self, entries: Mapping[str, TensorEntry]) -> Tensors:
-        """Name → tensor, of entries of this index or parts of them (`slabs`); as `read_whole`."""
+        """Name → tensor, of entries of this index or parts of them (`slabs`)."""
         tensors: Tensors = {
             name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
             for name, entry in entries.items()
@@ -111,22 +86,14 @@ class WholeReader:
         return tensors
 
 
-def load_runtime_state(
-    directory: Path, rank: int, world_size: int, keys: Keyring | None = None
-) -> RuntimeState:
+def read_runtime_state(reader: CheckpointReader, rank: int, world_size: int) -> RuntimeState:
     """The runtime state that `rank` of `world_size` saved.
 
     Raises:
         CheckpointCorrupt: it is not what was committed, or belongs to another rank or world size.
-        KeyRefused: it needs a key that is not there.
         OSError: the storage did not give it. It was there when the checkpoint was verified, so this says
             nothing about the checkpoint, not even when the file is not found (a stale view of NFS).
     """
-    return read_runtime_state(CheckpointReader(directory, keys), rank, world_size)
-
-
-def read_runtime_state(reader: CheckpointReader, rank: int, world_size: int) -> RuntimeState:
-    """As `load_runtime_state`, where several files of one checkpoint are read."""
     path = reader.directory / runtime_state_name(rank)
     # Its digest is checked by the reader before a byte of it is decompressed.
     state = decode(reader.read(path.name), where=path)
@@ -227,7 +194,7 @@ def read_parts(reader: CheckpointReader, parts: Iterable[Part], near: Path | Non
     """Read these parts into their targets, every chunk that they touch checked.
 
     Args:
-        near: as in `load_tensors`.
+        near: as in `read_tensors`.
 
     Raises:
         CheckpointCorrupt: it changed since it was verified.
