@@ -21,9 +21,8 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.store.reader import CheckpointReader
 from verl_slurm.runtime_state.ledger import load
-from verl_slurm.save.ranks.loader import WholeReader
+from verl_slurm.save.ranks.loader import read_whole
 
 Shape = tuple[int, int, int]
 
@@ -86,10 +85,7 @@ def difference(one: Path, other: Path, steps: int) -> dict[str, Any]:
     """The largest of each domain after the last step, and tokens that are not the same."""
     row: dict[str, Any] = {}
     for domain in ("actor", "critic", "optimizer"):
-        mine, theirs = (
-            WholeReader(CheckpointReader(RunPaths(run).checkpoint(steps)), domain).read()
-            for run in (one, other)
-        )
+        mine, theirs = (read_whole(RunPaths(run).checkpoint(steps), domain) for run in (one, other))
         row[domain] = max(float((mine[name] - theirs[name]).abs().max()) for name in mine)
     mine_by_id, theirs_by_id = tokens(one), tokens(other)
     assert mine_by_id.keys() == theirs_by_id.keys(), "other prompts"

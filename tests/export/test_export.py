@@ -130,7 +130,6 @@ def cut_in_two(whole: Path, paths: RunPaths) -> Path:
     """The checkpoint as two ranks would have written it: every matrix halved by rows, the rest by rank 0."""
     import torch
 
-    from tests.save.loading import read_whole
     from verl_slurm.checkpoint.format.tensor_index import (
         Piece,
         TensorEntry,
@@ -141,6 +140,7 @@ def cut_in_two(whole: Path, paths: RunPaths) -> Path:
     from verl_slurm.checkpoint.store import commit as door
     from verl_slurm.checkpoint.store.reader import CheckpointReader
     from verl_slurm.checkpoint.store.verify import read_manifest
+    from verl_slurm.save.ranks.loader import read_whole
 
     staging = door.begin(paths, 2, 0)
     shutil.copytree(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.runs import Runs, assert_same, final
-from tests.save.loading import load_runtime_state
+from tests.save.parts import load_runtime_state
 from tests.trainer.test_grpo import GRPO, PPO, TO_THE_END
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.inspect.compare import compare

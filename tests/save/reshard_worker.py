@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.save.loading import load_tensors
-from tests.save.parts import contents, provenance, runtime
+from tests.save.parts import contents, load_tensors, provenance, runtime
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.save.ranks.saver import CheckpointSaver, SaveContents

@@ -16,9 +16,8 @@ import pytest
 from tests.faults.gates import gate
 from tests.faults.world import SHARED, World, recover
 from tests.processes import python_path
-from tests.save.loading import load_tensors
 from tests.save.nodes import Nodes
-from tests.save.parts import Parts
+from tests.save.parts import Parts, load_tensors
 from verl_slurm.base.errors import Fenced
 from verl_slurm.checkpoint.store.local_copy import assemble, list_parts, part_problems, send_home
 from verl_slurm.checkpoint.store.verify import verify

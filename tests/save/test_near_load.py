@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from tests.faults.world import World
-from tests.save.loading import load_tensors
-from tests.save.parts import Parts
+from tests.save.parts import Parts, load_tensors
 from verl_slurm.base.errors import CheckpointCorrupt
 from verl_slurm.checkpoint.store import reader
 from verl_slurm.checkpoint.store.chunks import Reading, read_checked

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.save.loading import read_whole
 from tests.save.parts import ALONE, Parts, contents, provenance
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.checkpoint.store.verify import verify
+from verl_slurm.save.ranks.loader import read_whole
 from verl_slurm.save.ranks.saver import CheckpointSaver
 
 pytestmark = pytest.mark.torch

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.processes import python_path
-from tests.save.loading import read_whole
 from verl_slurm.checkpoint.store.reader import CheckpointReader
 from verl_slurm.checkpoint.store.verify import verify
+from verl_slurm.save.ranks.loader import read_whole
 
 pytestmark = [pytest.mark.torch, pytest.mark.long]
 

@@ -10,8 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from tests.save.loading import load_runtime_state, load_tensors
-from tests.save.parts import ALONE, Net, Parts, checkpoint_saver, contents, runtime
+from tests.save.parts import (
+    ALONE,
+    Net,
+    Parts,
+    checkpoint_saver,
+    contents,
+    load_runtime_state,
+    load_tensors,
+    runtime,
+)
 from verl_slurm.base.errors import CheckpointCorrupt, Fenced
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.inspect.compare import compare

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.save.loading import load_tensors
-from tests.save.parts import Parts, checkpoint_saver, contents
+from tests.save.parts import Parts, checkpoint_saver, contents, load_tensors
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store import commit
 from verl_slurm.checkpoint.store.local_copy import (

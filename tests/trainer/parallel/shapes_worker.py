@@ -25,7 +25,6 @@ import transformers.models.qwen2.modeling_qwen2  # noqa: F401 - before the ranks
 from tests.builders import run_config, train_config
 from tests.fakes.daemon import AtSafePoint
 from tests.processes import free_port
-from tests.save.loading import read_whole
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
@@ -34,6 +33,7 @@ from verl_slurm.config import load
 from verl_slurm.config.elastic import keep_step
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.save.ranks.boxes import local_part
+from verl_slurm.save.ranks.loader import read_whole
 from verl_slurm.trainer.loop import Loop
 from verl_slurm.trainer.place import Place, process_group
 from verl_slurm.trainer.saving import live_tensors

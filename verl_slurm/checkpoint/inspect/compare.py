@@ -119,7 +119,7 @@ def compare(a: Path, b: Path, keys_a: Keyring | None = None, keys_b: Keyring | N
             found=", ".join("native" if guest is msgspec.UNSET else str(guest) for guest in guests),
             expected="both of one trainer.backend",
         )
-    if guests[0] is not msgspec.UNSET:
+    if not left.manifest.domains:
         # Both have just been verified, so equal entries mean equal bytes.
         files = [
             {entry.path: entry for entry in side.manifest.files if _is_state(entry.path)}
@@ -188,7 +188,7 @@ def _tensors(indexes: Mapping[str, TensorIndex | FileEntry]) -> dict[str, object
 
 def _own_files(manifest: Manifest) -> dict[str, object]:
     """Names the files of a guest's checkpoint; their content belongs to that loop."""
-    if manifest.guest is msgspec.UNSET:
+    if manifest.domains:
         return {}
     # Sizes, not digests: some of these files differ in any two saves.
     return {entry.path: f"{entry.size} bytes" for entry in manifest.files if "/" in entry.path}
@@ -314,7 +314,11 @@ def _compare_small(left: CheckpointReader, right: CheckpointReader) -> Iterable[
     # It imports numpy.
     from verl_slurm.runtime_state.codec import facts
 
-    if left.read("scheduler.json") != right.read("scheduler.json"):
+    # A loop that is not ours has none: its schedulers are state like all else.
+    mine, other = (
+        side.read("scheduler.json") if "scheduler.json" in side.entries else None for side in (left, right)
+    )
+    if mine != other:
         yield "scheduler.json"
     # From both sides: the two may have been saved by different numbers of ranks.
     for name in sorted(filter(RUNTIME_STATE_FILE.fullmatch, left.entries.keys() | right.entries.keys())):
@@ -322,8 +326,8 @@ def _compare_small(left: CheckpointReader, right: CheckpointReader) -> Iterable[
             yield f"{name} (only in one)"
             continue
         # By digests of its arrays, through a window: a state of some MB may expand to 2 GiB.
-        mine, other = (
+        ours, theirs = (
             facts(side.window(name), side.plain_size(name), where=side.directory / name)
             for side in (left, right)
         )
-        yield from (f"{name}/{fact}" for fact in _unlike(mine, other))
+        yield from (f"{name}/{fact}" for fact in _unlike(ours, theirs))

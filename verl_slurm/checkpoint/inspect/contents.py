@@ -12,7 +12,6 @@ from verl_slurm.base.keys import Keyring
 from verl_slurm.checkpoint.format.specification import (
     GUEST_FILES,
     MANIFEST,
-    REQUIRED_DIRECTORIES,
     FileEntry,
 )
 from verl_slurm.checkpoint.format.tensor_index import INDEX, TensorIndex, parse_index
@@ -58,9 +57,7 @@ class Look(CheckpointReader):
 
         An index that is too large for a look (`bounded.SHOWN_INDEX`) is represented by its entry in the manifest.
         """
-        if self.manifest.guest is not msgspec.UNSET:
-            return {}  # under any directory names
-        entries = {domain: self.entries.get(f"{domain}/{INDEX}") for domain in REQUIRED_DIRECTORIES}
+        entries = {domain: self.entries.get(f"{domain}/{INDEX}") for domain in self.manifest.domains}
         # By the manifest's size, before a byte is read. A load reads larger ones.
         limit = bounded.SHOWN_INDEX
         return {

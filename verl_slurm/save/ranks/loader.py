@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from verl_slurm.base.errors import CheckpointCorrupt
+from verl_slurm.base.keys import Keyring
 from verl_slurm.checkpoint.format.tensor_index import Piece, TensorEntry, TensorIndex
 from verl_slurm.checkpoint.store.chunks import Wanted
 from verl_slurm.checkpoint.store.reader import CheckpointReader
@@ -55,6 +56,21 @@ def read_tensors(
     ranks.together("reading tensors", lambda: read_parts(reader, parts, near))
 
 
+def read_whole(
+    directory: Path, domain: str, names: Collection[str] | None = None, keys: Keyring | None = None
+) -> Tensors:
+    """Tensors of a domain as they are unsharded, on the CPU; all, or those named.
+
+    Args:
+        directory: a checkpoint that `checkpoint.store.verify` found whole.
+
+    Raises:
+        CheckpointCorrupt: it changed since.
+        KeyError: it has no such tensor.
+    """
+    return WholeReader(CheckpointReader(directory, keys), domain).read(names)
+
+
 class WholeReader:
     """Reads a domain's whole tensors some at a time; its index, which may be large, is parsed once.
 
@@ -67,12 +83,7 @@ class WholeReader:
         self.index = self.reader.index(domain)
 
     def read(self, names: Collection[str] | None = None) -> Tensors:
-        """Tensors as they are unsharded, on the CPU; all, or those named.
-
-        Raises:
-            CheckpointCorrupt: it changed since it was verified.
-            KeyError: it has no such tensor.
-        """
+        """As `read_whole`."""
         wanted = self.index.tensors if names is None else names
         return self.read_entries({name: self.index.tensors[name] for name in wanted})
 
