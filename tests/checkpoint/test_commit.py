@@ -1,6 +1,5 @@
 import errno
 import os
-import shutil
 import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -192,39 +191,6 @@ def test_a_save_that_fails_while_it_replaces_one_of_other_ranks_puts_that_back(
         commit(staging, manifest, epoch_check=nothing)
     assert old.stat().st_ino == inode
     assert list(paths.quarantine.iterdir()) == []
-
-
-def test_a_death_while_one_of_other_ranks_is_replaced_leaves_one_of_the_two_under_the_name(
-    save: Save, staged: Staged, paths: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At every rename of the commit; `tests/faults` has every operation, and power cuts."""
-    save(1)
-    nth, sizes = 0, []
-    while True:
-        nth += 1
-        save(2, 6, world_size=1, topology=Topology(dp=1))
-        staging, manifest = staged(2, 6)
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                count_down(monkeypatch, nth, lambda: os._exit(9), ("rename",))
-                commit(staging, manifest, epoch_check=nothing)
-                code = 0
-            finally:
-                os._exit(code)
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        sweep(paths)
-        choice = choose_resume(paths, "auto")
-        assert choice.name == "step_000002_sp0006", nth
-        assert choice.manifest is not None
-        sizes.append(choice.manifest.world_size)
-        shutil.rmtree(paths.checkpoint(2, 6))
-        if code == 0:
-            break
-        assert code == 9
-    assert sizes == sorted(sizes), "once the new one is there it stays"
-    assert set(sizes) == {1, 2}
 
 
 @pytest.mark.parametrize("record", [b"", b"\xff", b"[", b'{"name": "../../x", "until_gone": "%s"}'])
