@@ -56,7 +56,9 @@ def write_and_hash(
             pool.submit(_write_all, sealed.reader(hashers) if sealed else _Plain(source), files, directory)
             for directory in directories
         ]
-        entries = () if sealed else _hash_all(source, files, pool, hashers, hasher or process_hasher())
+        entries: tuple[FileEntry, ...] = (
+            () if sealed else _hash_all(source, files, pool, hashers, hasher or process_hasher())
+        )
         answers: dict[str, Written] = {}
         # In the order in which they are done: a medium is answered for while the other still writes. Hashing comes
         # first, since an answer carries the entries.
