@@ -112,8 +112,7 @@ def run_demo(
     tell.say("3. the proof: every weight of the two, bit for bit")
     comparison = compare(newest_checkpoint(interrupted), newest_checkpoint(undisturbed))
     # Of the run that was preempted: the journal has the times, written by the processes that did the work.
-    events = read_events(RunPaths(interrupted))
-    rewards = _rewards(RunPaths(interrupted))
+    events, rewards = read_events(RunPaths(interrupted)), _rewards(RunPaths(interrupted))
     saved = next(e for e in events if isinstance(e, Saved) and e.emergency)
     return DemoResult(
         cluster=kind,

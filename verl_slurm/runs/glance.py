@@ -152,8 +152,7 @@ def glance(root: Path, history: History | None = None) -> Glance:
             lost = status.get("last_checkpoint", "")
             order = checkpoint_order(lost) or (-1, -1)
             # A start brings one from its tiers.
-            if checkpoint and (order <= (checkpoint.step, checkpoint.safe_point) or in_tiers(paths, lost)):
-                lost = ""
+            lost = "" if checkpoint and (order <= checkpoint.order or in_tiers(paths, lost)) else lost
     except (OSError, TooMuch) as error:
         if given:
             raise
