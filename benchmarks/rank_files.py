@@ -24,9 +24,9 @@ from verl_slurm.runtime_state.format import runtime_state_name
 from verl_slurm.save.ranks import layout
 from verl_slurm.save.ranks.boxes import Box
 from verl_slurm.save.ranks.collective import Collective
-from verl_slurm.save.writer.metadata_files import seal_small, write_small
+from verl_slurm.save.writer.file_sealing import seal_small
 from verl_slurm.save.writer.protocol import ArenaFile
-from verl_slurm.save.writer.writing import write_and_hash
+from verl_slurm.save.writer.writing import write_and_hash, write_small
 
 COLUMNS = 4
 _ROWS = {

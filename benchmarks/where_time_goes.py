@@ -15,6 +15,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import stringzilla
@@ -24,7 +25,7 @@ from benchmarks.save.reading import read_all
 from verl_slurm.base.digest import num_threads
 from verl_slurm.base.tree import open_directory
 from verl_slurm.checkpoint.format.specification import FileEntry
-from verl_slurm.checkpoint.hashing import Hasher, process_hasher, reading_hasher
+from verl_slurm.checkpoint.hashing import Hasher, process_hasher
 from verl_slurm.checkpoint.store.chunks import Reading, Wanted, read_checked
 from verl_slurm.save.writer.arena import Arena
 from verl_slurm.save.writer.protocol import ArenaFile
@@ -33,15 +34,14 @@ from verl_slurm.save.writer.writing import write_and_hash
 Part = Callable[[], object]
 
 
+@dataclass(frozen=True)
 class _Nothing(Hasher):
     """Hashes nothing: takes every chunk for what it should be. All chunks here are alike."""
 
-    def __init__(self, digest: bytes) -> None:
-        super().__init__()
-        self._digest = digest
+    digest: bytes = b""
 
-    def digests(self, pieces: Sequence[memoryview], number: int) -> list[bytes]:
-        return [self._digest for _ in pieces]
+    def digests(self, pieces: Sequence[memoryview]) -> list[bytes]:
+        return [self.digest for _ in pieces]
 
 
 class _Save:
@@ -126,7 +126,7 @@ def main() -> None:
     one_by_one, side_by_side = Hasher(), Hasher(stringzilla.Sha256s)
     save.tidy()
     entries = save.run(one_by_one)
-    nothing = _Nothing(bytes.fromhex(entries[0].leaves[0]))
+    nothing = _Nothing(digest=bytes.fromhex(entries[0].leaves[0]))
     load = _Load(options.directory / "where_time_goes", entries)
     saves: dict[str, Part] = {
         "copy into the arena, one thread": save.copy,
@@ -158,7 +158,7 @@ def main() -> None:
     print(
         f"{size / 2**30:.2f} GiB, {num_threads()} threads, {options.rounds} rounds, load {os.getloadavg()[0]:.1f}; "
         f"{' '.join(stringzilla.__capabilities__)}: at once: {process_hasher().at_once} in a save, "
-        f"{reading_hasher().at_once} in a reading"
+        f"{process_hasher(reading=True).at_once} in a reading"
     )
     print(f"{'':46}  seconds  (least..greatest)  CPU s")
     rows = {}

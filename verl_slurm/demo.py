@@ -22,7 +22,8 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.fence import read_epoch
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.inspect.compare import Comparison, compare, newest_checkpoint
+from verl_slurm.checkpoint.inspect.compare import Comparison, compare
+from verl_slurm.checkpoint.store.catalog import newest_checkpoint
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.conf import ClusterOptions
 from verl_slurm.devcluster.faults import preempt
@@ -111,8 +112,7 @@ def run_demo(
     tell.say("3. the proof: every weight of the two, bit for bit")
     comparison = compare(newest_checkpoint(interrupted), newest_checkpoint(undisturbed))
     # Of the run that was preempted: the journal has the times, written by the processes that did the work.
-    events = read_events(RunPaths(interrupted))
-    rewards = _rewards(RunPaths(interrupted))
+    events, rewards = read_events(RunPaths(interrupted)), _rewards(RunPaths(interrupted))
     saved = next(e for e in events if isinstance(e, Saved) and e.emergency)
     return DemoResult(
         cluster=kind,

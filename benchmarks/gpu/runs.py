@@ -15,6 +15,7 @@ from benchmarks.gpu.records import RunFigures
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.inspect.compare import compare
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import (
     CheckpointConfig,
@@ -27,7 +28,6 @@ from verl_slurm.config.schema import (
 )
 from verl_slurm.config.slurm_section import SlurmConfig
 from verl_slurm.save.ranks.collective import Collective
-from verl_slurm.save.ranks.compare import compare
 from verl_slurm.trainer.setup import build_loop
 from verl_slurm.trainer.state.position import StepShape
 from verl_slurm.wire.client import NoDaemon

@@ -9,7 +9,7 @@ import pytest
 
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.tree import open_directory
-from verl_slurm.checkpoint.decide.retention import PrunePlan, Reasoned, plan_prune
+from verl_slurm.checkpoint.decide.retention import plan_prune
 from verl_slurm.checkpoint.decide.storage import need_of_next
 from verl_slurm.checkpoint.store import pruning
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
@@ -23,17 +23,6 @@ Save = Callable[..., Path]
 
 def names(paths: RunPaths) -> list[str]:
     return sorted(p.name for p in paths.checkpoints.iterdir() if p.name.startswith("step"))
-
-
-def test_it_removes_what_the_plan_drops_oldest_first(save: Save, paths: RunPaths) -> None:
-    for step in (1, 2, 3, 4):
-        save(step)
-    (paths.checkpoints / "notes.txt").write_bytes(b"mine")
-    plan = plan_prune(list_checkpoints(paths), 2)
-    assert apply_prune(paths, plan) == ["step_000001", "step_000002"]
-    assert names(paths) == ["step_000003", "step_000004"]
-    assert (paths.checkpoints / "notes.txt").exists()
-    assert apply_prune(paths, plan) == []
 
 
 def test_nothing_is_removed_while_no_kept_one_verifies(save: Save, paths: RunPaths) -> None:
@@ -83,17 +72,6 @@ def test_killed_at_any_point_the_newest_verified_one_is_still_there(
     sweep(paths)
     assert names(paths) == ["step_000003"]
     assert nth > 2
-
-
-def test_a_plan_that_names_no_checkpoint_is_refused(save: Save, paths: RunPaths) -> None:
-    save(1)
-    plan = PrunePlan(
-        keep=(Reasoned(name="step_000001", reason=""),),
-        drop=(Reasoned(name="../../home", reason=""),),
-        assured=True,
-    )
-    with pytest.raises(ValueError, match="no checkpoint's name"):
-        apply_prune(paths, plan)
 
 
 def test_a_save_before_the_end_does_not_wait_for_the_files_of_an_old_checkpoint(

@@ -83,6 +83,8 @@ def test_the_interval_halves_while_the_loss_is_volatile_and_says_why() -> None:
     assert halved.steps == 50
     assert halved.reason == "half of 100, volatile: policy_loss (4 of the last 8 outliers)"
     assert plan_interval(checkpoint, step=1001, history=VOLATILE).steps == 250
+    one = config(intervals=(StepInterval(every=1),))
+    assert plan_interval(one, step=1, history=VOLATILE).steps == 1
 
 
 @pytest.mark.parametrize(
@@ -96,11 +98,6 @@ def test_the_interval_halves_while_the_loss_is_volatile_and_says_why() -> None:
 )
 def test_how_far_the_halving_goes(says: str, changes: dict[str, Any], steps: int) -> None:
     assert plan_interval(config(intervals=TABLE, **changes), step=1, history=VOLATILE).steps == steps, says
-
-
-def test_an_interval_of_one_step_cannot_be_halved() -> None:
-    checkpoint = config(intervals=(StepInterval(every=1),))
-    assert plan_interval(checkpoint, step=1, history=VOLATILE).steps == 1
 
 
 def test_fixed_is_not_moved_by_a_volatile_loss_or_by_costs() -> None:
@@ -166,27 +163,17 @@ def test_young_daly_from_what_was_measured(says: str, costs: Costs, steps: int) 
     assert interval.reason
 
 
-def test_young_daly_counts_from_the_last_save_and_not_in_multiples() -> None:
-    checkpoint, interval = config("young_daly"), Interval(steps=10, reason="measured")
-    due = [
-        decide(checkpoint, step=step, total_steps=99, last_save=13, interval=interval).save
-        for step in (20, 22, 23, 24)
-    ]
-    assert due == [False, False, True, True]
+def test_young_daly_counts_from_the_last_save_and_waits_for_one_that_is_being_written() -> None:
+    """Not in multiples; and not beyond its longest interval, nor at the end."""
+    checkpoint, interval = config("young_daly", every_steps=40), Interval(steps=10, reason="measured")
 
-
-def test_young_daly_begins_none_while_one_is_being_written_but_at_its_longest_interval_and_the_end() -> None:
-    checkpoint, interval = config("young_daly", every_steps=40), Interval(steps=3, reason="measured")
-
-    def save(step: int, *, under_way: bool) -> bool:
+    def save(step: int, *, under_way: bool = False) -> bool:
         return decide(
-            checkpoint, step=step, total_steps=99, last_save=10, interval=interval, under_way=under_way
+            checkpoint, step=step, total_steps=99, last_save=13, interval=interval, under_way=under_way
         ).save
 
-    assert save(15, under_way=False)
-    assert not save(15, under_way=True)
-    assert save(50, under_way=True)
-    assert save(99, under_way=True)
+    assert [save(step) for step in (20, 22, 23, 24)] == [False, False, True, True]
+    assert [save(step, under_way=True) for step in (24, 52, 53, 99)] == [False, False, True, True]
 
 
 def test_continuous_saves_at_the_first_step_that_ends_behind_the_save_before() -> None:
@@ -211,14 +198,17 @@ def test_continuous_keeps_to_its_shortest_and_its_longest_interval() -> None:
     checkpoint = config("continuous", every_steps=40, min_every_steps=10)
     interval = plan_interval(checkpoint, step=5)
     assert interval.steps == 10
-
-    def save(step: int, *, under_way: bool) -> bool:
-        return decide(
-            checkpoint, step=step, total_steps=99, last_save=0, interval=interval, under_way=under_way
-        ).save
-
-    assert [step for step in range(1, 12) if save(step, under_way=False)] == [10, 11]
-    assert [step for step in range(1, 45) if save(step, under_way=True)] == [40, 41, 42, 43, 44]
+    saved = {
+        under_way: [
+            step
+            for step in range(1, 45)
+            if decide(
+                checkpoint, step=step, total_steps=99, last_save=0, interval=interval, under_way=under_way
+            ).save
+        ]
+        for under_way in (False, True)
+    }
+    assert saved == {False: [*range(10, 45)], True: [*range(40, 45)]}
 
 
 def test_a_partial_save_gives_way_to_a_full_one() -> None:

@@ -43,6 +43,7 @@ def _read(root: Path, readings: list[Reading], *, threads: int = 2) -> tuple[int
 
 @pytest.mark.parametrize("size", [0, 1, 4095, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 2 * CHUNK_BYTES])
 def test_a_file_and_its_content_have_the_same_entry(tmp_path: Path, size: int) -> None:
+    """The digest of one chunk is plain SHA-256, and of several that of their digests."""
     data = _bytes(size)
     entry = _put(tmp_path, "f", data)
     fd = os.open(tmp_path / "f", os.O_RDONLY)
@@ -50,15 +51,12 @@ def test_a_file_and_its_content_have_the_same_entry(tmp_path: Path, size: int) -
         assert hash_file(fd, "f") == entry
     finally:
         os.close(fd)
-    assert (entry.size, leaf_problem(entry)) == (size, None)
-
-
-def test_the_digest_of_one_chunk_is_plain_sha256_and_of_several_that_of_their_digests() -> None:
-    small, large = _bytes(100), _bytes(CHUNK_BYTES + 5)
-    assert entry_of("f", small).sha256 == hashlib.sha256(small).hexdigest()
-    halves = large[:CHUNK_BYTES], large[CHUNK_BYTES:]
-    leaves = b"".join(hashlib.sha256(half).digest() for half in halves)
-    assert entry_of("f", large).sha256 == hashlib.sha256(leaves).hexdigest()
+    leaves = [
+        hashlib.sha256(data[at : at + CHUNK_BYTES]).digest() for at in range(0, max(1, size), CHUNK_BYTES)
+    ]
+    assert len(leaves) == leaf_count(size)
+    whole = leaves[0] if len(leaves) == 1 else hashlib.sha256(b"".join(leaves)).digest()
+    assert (entry.size, entry.sha256, leaf_problem(entry)) == (size, whole.hex(), None)
 
 
 def test_leaves_that_do_not_make_the_digest_are_found() -> None:
@@ -118,24 +116,9 @@ def test_a_bad_file_does_not_keep_the_others_from_being_read(tmp_path: Path) -> 
     missing = entry_of("missing", b"x")
     os.symlink("good", tmp_path / "link")
     link = msgspec.structs.replace(good, path="link")
+    before = len(os.listdir("/proc/self/fd"))
     count, problems = _read(tmp_path, [Reading(e) for e in (good, short, missing, link)])
+    assert len(os.listdir("/proc/self/fd")) == before
     assert count == 100
     assert {path for path, _ in problems} == {"short", "missing", "link"}
     assert dict(problems)["short"] == f"size 100, expected {CHUNK_BYTES + 100}"
-
-
-def test_no_descriptor_stays_open(tmp_path: Path) -> None:
-    entries = [_put(tmp_path, f"f{n}", _bytes(CHUNK_BYTES + n)) for n in range(4)]
-    (tmp_path / "f2").write_bytes(b"short")
-    before = len(os.listdir("/proc/self/fd"))
-    _read(tmp_path, [Reading(entry) for entry in entries])
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_an_empty_file_has_one_chunk() -> None:
-    assert (leaf_count(0), leaf_count(1), leaf_count(CHUNK_BYTES), leaf_count(CHUNK_BYTES + 1)) == (
-        1,
-        1,
-        1,
-        2,
-    )

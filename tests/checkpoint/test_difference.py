@@ -11,7 +11,7 @@ from verl_slurm.base.errors import CheckpointCorrupt, NotFound
 from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, Topology
 from verl_slurm.checkpoint.format.state_schema import render_schema, schema_of
 from verl_slurm.checkpoint.format.tensor_index import Piece, TensorEntry, TensorIndex, render_index
-from verl_slurm.checkpoint.inspect.difference import SUBJECTS, Difference, difference
+from verl_slurm.checkpoint.inspect.compare import SUBJECTS, Difference, difference
 
 Save = Callable[..., Path]
 

@@ -133,15 +133,14 @@ def test_a_first_save_that_was_damaged_when_it_was_read_back_was_never_one(run: 
     assert former_checkpoint(run, CONFIG) == ""
 
 
-def test_a_run_that_was_told_to_begin_again_does(run: RunPaths) -> None:
+def test_a_run_that_was_told_to_begin_again_does_and_a_checkpoint_that_was_named_is_missed(
+    run: RunPaths,
+) -> None:
+    with pytest.raises(CheckpointsLost, match="resume_from names /gone"):
+        require_never_saved(run, run_config(resume_from="/gone"), 1)
     append_event(run, "verified", name="step_000003")
     run.from_nothing.touch()
     assert former_checkpoint(run, CONFIG) == ""
-
-
-def test_a_checkpoint_that_was_named_and_never_resumed_from_is_missed(run: RunPaths) -> None:
-    with pytest.raises(CheckpointsLost, match="resume_from names /gone"):
-        require_never_saved(run, run_config(resume_from="/gone"), 1)
 
 
 def test_a_directory_that_may_not_be_mounted_is_told_apart(run: RunPaths) -> None:
@@ -224,20 +223,17 @@ def test_what_was_told_or_is_no_loss_is_not_told(saved: RunPaths, event: tuple[s
     assert back_from(saved, "step_000002" if "name" not in fields else "step_000004") == ""
 
 
-def test_one_that_only_nodes_have_is_not_called_gone(saved: RunPaths) -> None:
+def test_what_the_newest_was_is_known_without_a_journal_and_one_of_the_nodes_is_not_called_gone(
+    saved: RunPaths,
+) -> None:
     append_event(saved, "saved", name="step_000005", on_shared=False)
     assert back_from(saved, "step_000004") == ""
-
-
-def test_a_run_whose_journal_was_emptied_knows_it_by_its_snapshot(saved: RunPaths) -> None:
+    # By the snapshot where the journal was emptied, by the hint of a loop without a daemon.
     saved.events.write_bytes(b"")
-    saved.status.write_text('{"last_checkpoint": "step_000004"}')
-    assert "step_000004 was verified and is gone" in back_from(saved)
-
-
-def test_a_loop_without_a_daemon_knows_it_by_the_hint(saved: RunPaths) -> None:
     (saved.checkpoints / "latest").write_text("step_000004\n")
     assert "step_000004 was saved and is gone" in gone_back(saved, None, "step_000002")
+    saved.status.write_text('{"last_checkpoint": "step_000004"}')
+    assert "step_000004 was verified and is gone" in back_from(saved)
 
 
 # Four micro-batches of two responses on each of two ranks: eight in a step.
@@ -297,13 +293,12 @@ def test_finished_responses_that_the_ledger_has_no_more_are_counted(
     assert sampled_again(sampling, present) == "", "told once"
 
 
-def test_ranks_that_are_one_piece_short_of_the_position_have_lost_nothing(sampling: RunPaths) -> None:
+def test_ranks_that_are_one_piece_short_have_lost_nothing_and_without_a_snapshot_there_is_no_number(
+    sampling: RunPaths,
+) -> None:
     at(sampling, 1, "generate", 3)
     record(sampling, 1, (0, 1), (0, 3), (0, 5), (0, 7), (1, 1), (1, 3))
     assert sampled_again(sampling) == ""
-
-
-def test_a_ledger_that_is_lost_without_a_snapshot_is_said_without_a_number(sampling: RunPaths) -> None:
     sampling.status.unlink()
     assert sampled_again(sampling) == ""
     shutil.rmtree(sampling.ledger)

@@ -25,10 +25,13 @@ def older_schema() -> SchemaVersion:
     return schema_of(classes, "0.0.9")
 
 
-def test_auto_takes_the_newest_that_verifies(save: Save, paths: RunPaths) -> None:
+def test_auto_takes_the_newest_that_verifies_whatever_the_hint_says(save: Save, paths: RunPaths) -> None:
+    assert choose_resume(paths, "auto").name is None
     save(1)
+    assert choose_resume(paths, None).name is None
     save(2)
     newest = save(2, 5)
+    paths.latest.write_text("step_000001\n")
     choice = choose_resume(paths, "auto")
     assert (choice.name, choice.path) == ("step_000002_sp0005", newest)
     assert choice.manifest is not None
@@ -73,12 +76,6 @@ def test_looking_only_moves_nothing(save: Save, paths: RunPaths) -> None:
     assert choice.set_aside == ()
 
 
-def test_auto_without_a_checkpoint_and_null_start_from_the_beginning(save: Save, paths: RunPaths) -> None:
-    assert choose_resume(paths, "auto").name is None
-    save(1)
-    assert choose_resume(paths, None).name is None
-
-
 def test_when_everything_is_damaged_the_run_starts_over_and_says_so(save: Save, paths: RunPaths) -> None:
     for step in (1, 2):
         (save(step) / "config.yaml").unlink()
@@ -98,13 +95,6 @@ def test_what_cannot_be_judged_is_passed_over_but_never_thrown_away(save: Save, 
     with pytest.raises(PermissionRefused, match="chmod -R go-w"):
         choose_resume(paths, "auto")
     assert newest.exists()
-
-
-def test_the_latest_hint_is_not_believed(save: Save, paths: RunPaths) -> None:
-    save(1)
-    save(2)
-    paths.latest.write_text("step_000001\n")
-    assert choose_resume(paths, "auto").name == "step_000002"
 
 
 def test_an_explicit_path_or_name_is_taken_when_it_verifies(

@@ -1,14 +1,10 @@
-from pathlib import Path
-
 import pytest
+from hypothesis import given, strategies as st
 
 from verl_slurm.checkpoint.decide.restore import decide_resume
-from verl_slurm.checkpoint.format.info import CheckpointInfo, Kind, Problem, ProblemKind, Verdict
+from verl_slurm.checkpoint.format.info import Problem, ProblemKind, Verdict
 
-
-def info(step: int, safe_point: int = 0, kind: Kind = "committed", name: str | None = None) -> CheckpointInfo:
-    name = name or f"step_{step:06d}" + (f"_sp{safe_point:04d}" if safe_point else "")
-    return CheckpointInfo(kind=kind, name=name, path=Path(name), step=step, safe_point=safe_point)
+KINDS: tuple[ProblemKind, ...] = ("damaged", "unreadable", "untrusted", "version", "key")
 
 
 def verdict(name: str, *kinds: ProblemKind) -> Verdict:
@@ -16,53 +12,39 @@ def verdict(name: str, *kinds: ProblemKind) -> Verdict:
     return Verdict(name=name, ok=not kinds, problems=problems, manifest=None, num_bytes=0, seconds=0.0)
 
 
-def verdicts(**kinds: tuple[ProblemKind, ...]) -> dict[str, Verdict]:
-    return {name: verdict(name, *k) for name, k in kinds.items()}
-
-
-def test_the_newest_unjudged_one_is_verified_first() -> None:
-    decision = decide_resume([info(1), info(2), info(2, 3)], {})
-    assert (decision.action, decision.name) == ("verify", "step_000002_sp0003")
-
-
-def test_a_good_one_ends_the_search() -> None:
-    decision = decide_resume([info(1), info(2)], verdicts(step_000002=()))
-    assert (decision.action, decision.name, decision.set_aside) == ("use", "step_000002", ())
-
-
-def test_damage_leads_to_the_one_before() -> None:
-    decision = decide_resume([info(1), info(2)], verdicts(step_000002=("damaged",)))
-    assert (decision.action, decision.name, decision.set_aside) == ("verify", "step_000001", ("step_000002",))
-    decision = decide_resume([info(1), info(2)], verdicts(step_000002=("damaged",), step_000001=()))
-    assert (decision.action, decision.name) == ("use", "step_000001")
-
-
 @pytest.mark.scenario("FLT-A")
-@pytest.mark.parametrize("problems", [("unreadable",), ("damaged", "unreadable")])
-def test_one_that_cannot_be_read_now_is_waited_for_though_an_older_one_verifies(
-    problems: tuple[str, ...],
+@given(st.lists(st.lists(st.sampled_from(KINDS), max_size=2), max_size=6))
+def test_the_newest_that_verifies_is_used_and_none_that_may_be_good_is_passed_over(
+    problems: list[list[ProblemKind]],
 ) -> None:
-    decision = decide_resume([info(1), info(2)], verdicts(step_000002=problems, step_000001=()))
-    assert (decision.action, decision.name, decision.set_aside) == ("wait", "step_000002", ())
+    """`problems`: of each checkpoint, newest first; none: it is good."""
+    names = [f"step_{9 - place:06d}" for place in range(len(problems))]
+    found = {name: verdict(name, *kinds) for name, kinds in zip(names, problems, strict=True)}
+    asked: dict[str, Verdict] = {}
+    entries = [*reversed(names), ".step_000012.0a0b0c0d.tmp", "quarantine", "notes", "latest"]
+    while (decision := decide_resume(entries, asked)).action == "verify":
+        assert decision.name is not None
+        asked[decision.name] = found[decision.name]
+    # Each that was read, newest first, and nothing older than the one that ends it.
+    assert list(asked) == names[: len(asked)]
+    read = [found[name] for name in asked]
+    assert decision.set_aside == tuple(one.name for one in read if one.damaged)
+    passed_over = read[:-1] if decision.action in ("use", "wait") or len(read) < len(names) else read
+    assert not any(one.unreadable for one in passed_over)
+    if decision.action == "use":
+        assert read[-1].ok
+        assert decision.name == read[-1].name
+    elif decision.action == "wait":
+        assert read[-1].unreadable
+    elif decision.action == "fresh":
+        assert all(one.damaged for one in found.values())
+        assert decision.reasons[-1] == ("no checkpoint verifies" if names else "there is no checkpoint yet")
+    else:
+        assert decision.name is not None
+        assert not found[decision.name].damaged
+        assert not found[decision.name].ok
 
 
-def test_unreadable_ones_never_lead_to_a_start_from_nothing() -> None:
-    decision = decide_resume(
-        [info(1), info(2)], verdicts(step_000002=("unreadable",), step_000001=("damaged",))
-    )
-    assert (decision.action, decision.name) == ("wait", "step_000002")
-
-
-def test_a_newer_format_is_never_passed_over() -> None:
-    decision = decide_resume([info(1), info(2)], verdicts(step_000002=("version",), step_000001=()))
-    assert (decision.action, decision.name) == ("refuse", "step_000002")
-
-
-def test_staging_foreign_and_quarantined_entries_are_no_candidates() -> None:
-    entries = [
-        info(3, kind="torn", name=".step_000003.0a0b0c0d.tmp"),
-        info(4, kind="quarantined", name="step_000004"),
-        info(-1, kind="foreign", name="notes"),
-    ]
-    decision = decide_resume(entries, {})
-    assert (decision.action, decision.reasons) == ("fresh", ("there is no checkpoint yet",))
+def test_a_later_safe_point_is_newer() -> None:
+    decision = decide_resume(["step_000001", "step_000002", "step_000002_sp0003"], {})
+    assert (decision.action, decision.name) == ("verify", "step_000002_sp0003")

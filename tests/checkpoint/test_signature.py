@@ -16,6 +16,7 @@ from verl_slurm.checkpoint.format.manifest import parse, render, sealed
 from verl_slurm.checkpoint.format.signature import authenticate, sign
 from verl_slurm.checkpoint.format.specification import MANIFEST, FileEntry, Manifest, Topology
 from verl_slurm.checkpoint.store.commit import seal
+from verl_slurm.checkpoint.store.reader import CheckpointReader
 from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 
@@ -29,11 +30,8 @@ def test_an_encrypted_checkpoint_verifies_without_a_key_and_opens_with_it(save: 
     directory = save(12)
     assert verify(directory).ok  # a scrub or a copy needs no key
     assert verify(directory, keys=KEYS).ok
-    manifest = read_manifest(directory)
-    cipher = CheckpointCipher.of(manifest, KEYS, where=directory)
-    assert cipher is not None
-    for entry in manifest.files:
-        assert cipher.open(entry, (directory / entry.path).read_bytes()) == PLAIN[entry.path]
+    reader = CheckpointReader(directory, KEYS)
+    assert {path: reader.read(path) for path in reader.entries} == PLAIN
 
 
 def test_on_disk_is_neither_plaintext_nor_key(save: Callable[..., Path]) -> None:
@@ -53,7 +51,7 @@ def test_a_changed_file_fails_the_digest_and_with_a_forged_one_the_signature_and
     data[0] ^= 1
     (directory / name).write_bytes(data)
     assert verify(directory).damaged
-    manifest = read_manifest(directory)
+    reader, manifest = CheckpointReader(directory, KEYS), read_manifest(directory)
     entry = seal(directory, [name])[0]
     forged = sealed(
         msgspec.structs.replace(
@@ -70,10 +68,9 @@ def test_a_changed_file_fails_the_digest_and_with_a_forged_one_the_signature_and
     assert not verdict.ok
     assert not verdict.damaged  # nothing of another key is ever moved away
     assert "not made with our key" in verdict.one_line()
-    cipher = CheckpointCipher.of(manifest, KEYS, where="")
-    assert cipher is not None
-    with pytest.raises(CheckpointCorrupt):
-        cipher.open(next(e for e in forged.files if e.path == name), bytes(data))
+    reader.entries |= {entry.path: entry for entry in forged.files}
+    with pytest.raises(CheckpointCorrupt, match="not what was encrypted"):
+        reader.read(name)
 
 
 @pytest.mark.scenario("M12")

@@ -49,7 +49,7 @@ def test_an_index_survives_being_written_and_read() -> None:
 
 
 RUNS: dict[str, Any] = {
-    "format": 2,
+    "format": 1,
     "tensors": {
         "w": {
             "dtype": "float32",
@@ -87,10 +87,6 @@ def test_a_run_stands_for_its_pieces() -> None:
         ("rank_0006.bin", 0, (4, 3)),
         ("rank_0005.bin", 64, (5, 2)),
     ]
-    # The same pieces are the index of format 1 that older checkpoints have.
-    plain = TensorIndex.of({"w": entry.without_runs()})
-    assert plain.format == 1
-    assert parse_index(render_index(plain), where="x") == plain
     run = entry.pieces[0]
     assert [piece.offset[0] for piece in run.between(1, 3)] == [0, 2]
     assert [piece.offset[0] for piece in run.between(4, 100)] == [4]
@@ -107,7 +103,6 @@ def _run(number: int, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("tree", "says"),
     [
-        (RUNS | {"format": 1}, "runs in format 1"),
         (_run(0, count=4), "a piece"),
         (_run(0, count=2), "do not make"),
         (_run(0, count=0), "count"),
@@ -146,7 +141,7 @@ def _changed(name: str, piece: int, **changes: Any) -> dict[str, Any]:
         (_changed("w", 0, file="/rank_0000.bin"), "a file named"),
         (_changed("w", 0, offset=[0]), "a piece"),
         (_changed("scalar", 0, extra=1), "extra"),
-        (WHOLE | {"format": 3}, "format 3"),
+        (WHOLE | {"format": 3}, "format"),
         (WHOLE | {"tensors": {"w": {"dtype": "object", "shape": [], "pieces": []}}}, "type 'object'"),
         (WHOLE | {"tensors": {"w": {"dtype": "int8", "shape": [2**60], "pieces": []}}}, "shape"),
         (WHOLE | {"tensors": {"w": {"dtype": "int8", "shape": [2**50, 2**50], "pieces": []}}}, "shape"),

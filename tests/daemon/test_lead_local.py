@@ -26,7 +26,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.manifest import parse, render, sealed
 from verl_slurm.checkpoint.format.specification import MANIFEST, SCHEMA_VERSION
 from verl_slurm.checkpoint.format.state_schema import parse_schema, render_schema, schema_of
-from verl_slurm.checkpoint.inspect.compare import newest_checkpoint
+from verl_slurm.checkpoint.store.catalog import newest_checkpoint
 from verl_slurm.config.load import load_resolved
 from verl_slurm.journal.status import read_status
 from verl_slurm.wire.lead_file import read_lead_address

@@ -13,10 +13,10 @@ from tests.save.parts import provenance, runtime
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION
 from verl_slurm.checkpoint.format.state_schema import current_schema, render_schema
-from verl_slurm.checkpoint.inspect import export as exporting
-from verl_slurm.checkpoint.inspect.export import Wish
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import ModelConfig, RunConfig, TrainConfig
+from verl_slurm.export import exporting
+from verl_slurm.export.exporting import Wish
 
 
 class Trained:
@@ -137,22 +137,9 @@ def fill_here(monkeypatch: pytest.MonkeyPatch) -> None:
     from verl_slurm.export import __main__ as child
     from verl_slurm.save.ranks.tensors import Tensors  # noqa: F401 - torch is there
 
-    def fill(directory: Path, digest: str, staging: Path, asked: Wish, progress: Any, key_file: Any) -> int:
-        import argparse
-
+    def fill(order: exporting.ExportOrder, progress: Any) -> int:
         peaks = [0]
-        options = argparse.Namespace(
-            checkpoint=directory,
-            digest=digest,
-            to=asked.to,
-            model=asked.model,
-            staging=staging,
-            dtype=asked.dtype,
-            weight_decay=asked.weight_decay,
-            roles=list(asked.roles),
-            key_file=key_file,
-        )
-        child._run(options, lambda said: peaks.append(said.get("peak", 0)))
+        child.work(exporting.read_order(order.render()), lambda said: peaks.append(said.get("peak", 0)))
         return max(peaks)
 
-    monkeypatch.setattr(exporting, "_fill", fill)
+    monkeypatch.setattr(exporting, "fill", fill)

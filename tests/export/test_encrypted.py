@@ -11,9 +11,9 @@ from tests.export.conftest import fill_here, wish
 from verl_slurm.base.errors import KeyRefused
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.keys import new_key_file
-from verl_slurm.checkpoint.inspect.export import export as export_checkpoint
 from verl_slurm.cli.__main__ import main
 from verl_slurm.config.schema import EncryptionConfig
+from verl_slurm.export.exporting import export as export_checkpoint
 
 pytestmark = pytest.mark.torch
 

@@ -12,8 +12,9 @@ import pytest
 from tests.export.conftest import fill_here, wish
 from verl_slurm.base.errors import NotFound
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.inspect.export import RECORD, export as export_checkpoint
+from verl_slurm.checkpoint.store.reader import CheckpointReader
 from verl_slurm.cli.__main__ import main
+from verl_slurm.export.exporting import RECORD, export as export_checkpoint
 
 pytestmark = pytest.mark.torch
 
@@ -107,7 +108,7 @@ def test_a_large_model_is_cut_into_shards_that_load(
     from verl_slurm.export.source import ExportSource
 
     done: list[int] = []
-    source = ExportSource(checkpoint, report=done.append)
+    source = ExportSource(CheckpointReader(checkpoint), report=done.append)
     monkeypatch.setattr("verl_slurm.export.source._GROUP_BYTES", 100_000)
     skeleton = build_skeleton(trained.base, "actor", 64, where=trained.base)
     monkeypatch.setattr(hf, "SHARD_BYTES", 400_000)
@@ -137,8 +138,9 @@ def cut_in_two(whole: Path, paths: RunPaths) -> Path:
         tensor_file,
     )
     from verl_slurm.checkpoint.store import commit as door
+    from verl_slurm.checkpoint.store.reader import CheckpointReader
     from verl_slurm.checkpoint.store.verify import read_manifest
-    from verl_slurm.save.ranks.loader import read_index, read_whole
+    from verl_slurm.save.ranks.loader import read_whole
 
     staging = door.begin(paths, 2, 0)
     shutil.copytree(
@@ -146,7 +148,7 @@ def cut_in_two(whole: Path, paths: RunPaths) -> Path:
     )
     for domain in ("actor", "critic", "optimizer"):
         files, entries = [bytearray(), bytearray()], {}
-        index = read_index(whole, domain)
+        index = CheckpointReader(whole).index(domain)
         for name, tensor in read_whole(whole, domain).items():
             pieces, row = [], 0
             for rank, part in enumerate(tensor.chunk(2) if tensor.dim() > 1 else [tensor]):
@@ -252,11 +254,11 @@ def test_a_checkpoint_saved_in_part_gives_what_it_holds_and_refuses_the_rest(
     from verl_slurm.export.skeleton import build_skeleton
     from verl_slurm.export.source import ExportSource
 
-    part, out = tmp_path / checkpoint.name, tmp_path / "out"
-    shutil.copytree(checkpoint, part)
-    shutil.rmtree(part / "optimizer")
+    part, out = checkpoint, tmp_path / "out"
     out.mkdir()
-    source = ExportSource(part)
+    source = ExportSource(CheckpointReader(part))
+    for path in [path for path in source.reader.entries if path.startswith("optimizer/")]:
+        del source.reader.entries[path]
     skeletons: Any = {"actor": build_skeleton(trained.base, "actor", 64, where=trained.base)}
     write_layout(source, "split", skeletons, out, dtype=None, weight_decay=0.0)
     assert sorted(path.name for path in out.iterdir()) == ["policy_model", "scheduler"]

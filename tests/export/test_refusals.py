@@ -11,9 +11,9 @@ import pytest
 from tests.export.conftest import fill_here, wish
 from verl_slurm.base.errors import CheckpointCorrupt, DataError, PermissionRefused, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.checkpoint.inspect import export as exporting
-from verl_slurm.checkpoint.inspect.export import export as export_checkpoint
 from verl_slurm.cli.__main__ import main
+from verl_slurm.export import exporting
+from verl_slurm.export.exporting import export as export_checkpoint
 
 pytestmark = pytest.mark.torch
 
@@ -135,17 +135,18 @@ def test_whatever_ends_it_early_leaves_nothing(
 ) -> None:
     import signal
 
-    def fill(_d: Path, _g: str, staging: Path, *_: object) -> int:
-        (staging / "half").write_text("half")
+    def fill(order: exporting.ExportOrder, _: object) -> int:
+        half = order.staging / "half"
+        half.write_text("half")
         if end == "error":
             raise VerlSlurmError("the export broke")
         if end == "interrupt":
             raise KeyboardInterrupt
         if end == "terminate":
             signal.raise_signal(signal.SIGTERM)
-        raise OSError(28, os.strerror(28), str(staging / "half"))
+        raise OSError(28, os.strerror(28), str(half))
 
-    monkeypatch.setattr(exporting, "_fill", fill)
+    monkeypatch.setattr(exporting, "fill", fill)
     former = signal.getsignal(signal.SIGTERM)
     with pytest.raises((VerlSlurmError, KeyboardInterrupt)) as caught:
         export_checkpoint(checkpoint, wish(tmp_path / "out", trained.base))
@@ -194,10 +195,12 @@ def test_the_child_opens_no_checkpoint_but_the_verified_one(
 ) -> None:
     from verl_slurm.export import __main__ as child
 
-    words = ["--checkpoint", checkpoint, "--digest", "0" * 64, "--to", "hf", "--model", trained.base]
-    words += ["--staging", tmp_path, "--dtype", "keep", "--roles", "actor"]
+    asked = wish(tmp_path / "out", trained.base)
+    order = exporting.ExportOrder(
+        checkpoint=checkpoint, digest="0" * 64, staging=tmp_path, key_file=None, wish=asked
+    )
     said: list[Any] = []
-    code = child.answer(child.parser().parse_args([str(word) for word in words]), said.append)
+    code = child.answer(order, said.append)
     assert code == said[-1]["exit_code"] == ExitCode.CORRUPT
     assert "has changed since it was verified" in said[-1]["error"]["what"]
     assert list(tmp_path.iterdir()) == []

@@ -14,7 +14,7 @@ import pytest
 
 from tests.lanes import with_variants
 from tests.processes import captured
-from verl_slurm.checkpoint.inspect.export import Wish, export as export_checkpoint
+from verl_slurm.export.exporting import Wish, export as export_checkpoint
 
 pytestmark = [
     pytest.mark.torch,

@@ -260,7 +260,7 @@ def indexes() -> Sequence[bytes]:
     }
     run = Piece(file=tensor_file(0), at=192, offset=(0, 0), shape=(2, 1), count=3, every=2, axis=1)
     runs = tensors | {"v": TensorEntry(dtype="int8", shape=(2, 3), pieces=(run,))}
-    return [render_index(TensorIndex.of(tensors)), render_index(TensorIndex.of(runs))]
+    return [render_index(TensorIndex(tensors=tensors)), render_index(TensorIndex(tensors=runs))]
 
 
 def from_saver() -> Sequence[bytes]:

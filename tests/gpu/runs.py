@@ -6,10 +6,10 @@ from tests.builders import new_training
 from tests.ledger_stats import ledger_stats
 from tests.trainer import test_grpo, test_loop
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.inspect.compare import compare
 from verl_slurm.config.schema import (
     TrainConfig,
 )
-from verl_slurm.save.ranks.compare import compare
 
 STEPS = test_grpo.STEPS
 

@@ -14,7 +14,7 @@ from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.inspect.compare import newest_checkpoint
+from verl_slurm.checkpoint.store.catalog import newest_checkpoint
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.wire.messages import RankRefused
 

@@ -10,7 +10,7 @@ from tests.harness import ROOT
 from tests.journals import read_events
 from tests.local_runs import finish, lead, until
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.inspect.compare import newest_checkpoint
+from verl_slurm.checkpoint.store.catalog import newest_checkpoint
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.submit.submission import carry_out, plan_submission
 

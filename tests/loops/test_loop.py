@@ -21,7 +21,8 @@ from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.inspect.compare import compare, newest_checkpoint
+from verl_slurm.checkpoint.inspect.compare import compare
+from verl_slurm.checkpoint.store.catalog import newest_checkpoint
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.loops.session import Session
 from verl_slurm.save.ranks.collective import RanksFailed

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.run_id import run_id
@@ -43,6 +44,60 @@ def test_a_request_id_says_whose_tokens_they_are() -> None:
     assert call_of(CALL.request_id + "-1") is None
 
 
+_RUNS = st.lists(
+    st.tuples(
+        st.integers(0, 6), st.lists(st.tuples(st.integers(1, 4), st.integers(0, 2)), min_size=1, max_size=4)
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(runs=_RUNS, ended=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_a_prefix_is_what_each_attempt_went_on_with_up_to_the_first_gap(
+    tmp_path_factory: pytest.TempPathFactory,
+    runs: list[tuple[int, list[tuple[int, int]]]],
+    ended: bool,
+) -> None:
+    """`runs`: of each attempt, the token that it began at, and the lengths of its calls, each on some engine.
+
+    A response may move between engines, go on in a later attempt, or begin anew there, on one engine; tokens behind a
+    gap stay out. Found: what an engine sampled after another one had the response in between was taken to follow its
+    own.
+    """
+    paths = RunPaths(tmp_path_factory.mktemp("run"))
+    other = CALL._replace(session=3)
+    expected: list[int] = []
+    versions: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("fsync", "fdatasync"):
+            patch.setattr(os, name, lambda fd: None)
+        for epoch, (start, calls) in enumerate(runs, start=1):
+            logs = [logged(paths, epoch=epoch, rank=rank) for rank in range(3)]
+            moves = start >= len(expected)
+            for number, (length, engine) in enumerate(calls):
+                rank = engine if moves else calls[0][1]
+                ids = [1000 * epoch + at for at in range(start, start + length)]
+                last = ended and epoch == len(runs) and number == len(calls) - 1
+                logs[rank].add(CALL, start, ids, [-float(i) for i in ids], version=epoch, ended=last)
+                logs[rank].add(other, start, [9] * length, [-0.25] * length)
+                if start <= len(expected):
+                    expected[start:] = ids
+                    versions[start:] = [epoch] * length
+                start += length
+            for log in logs:
+                log.close()
+    found = read(paths).find(CALL)
+    if not expected:
+        assert found is None
+        return
+    assert found is not None
+    assert (found.ids, found.log_probs) == (expected, [-float(i) for i in expected])
+    assert found.version == versions[0]
+    assert found.ended in (False, ended)
+
+
 def test_tokens_of_several_writes_come_back_as_one_prefix(paths: RunPaths) -> None:
     log = logged(paths)
     other = CALL._replace(session=3)
@@ -62,49 +117,6 @@ def test_another_prompt_or_setting_finds_nothing(paths: RunPaths) -> None:
     assert read(paths).find(CALL._replace(digest="feed")) is None
     assert read(paths).find(CALL._replace(turn=1)) is None
     assert read(paths).find(CALL) == Prefix([1], None, None, False)
-
-
-def test_a_later_attempt_goes_on_from_what_it_was_given(paths: RunPaths) -> None:
-    for epoch, start, ids in ((1, 0, [1, 2, 3]), (2, 3, [4, 5])):
-        log = logged(paths, epoch=epoch)
-        log.add(CALL, start, ids, [-float(i) for i in ids], version=epoch)
-        log.close()
-    assert read(paths).find(CALL) == Prefix([1, 2, 3, 4, 5], [-1.0, -2.0, -3.0, -4.0, -5.0], 1, False)
-
-
-def test_an_attempt_that_began_anew_has_its_own_tokens_alone(paths: RunPaths) -> None:
-    for epoch, ids in ((1, [1, 2, 3]), (2, [4])):
-        log = logged(paths, epoch=epoch)
-        log.add(CALL, 0, ids, None, version=epoch)
-        log.close()
-    assert read(paths).find(CALL) == Prefix([4], None, 2, False)
-
-
-def test_tokens_behind_a_gap_are_left_out(paths: RunPaths) -> None:
-    for epoch, start in ((1, 0), (2, 5)):
-        log = logged(paths, epoch=epoch)
-        log.add(CALL, start, [start, start + 1], None)
-        log.close()
-    assert read(paths).find(CALL) == Prefix([0, 1], None, None, False)
-
-
-def test_a_response_that_moves_between_the_engines_of_an_attempt_keeps_all_its_tokens(
-    paths: RunPaths,
-) -> None:
-    # Engine 1, then 0, then the one that has replaced 1, and at last the one that has replaced 0.
-    for rank, start in ((1, 0), (0, 2), (1, 4), (0, 6)):
-        log = logged(paths, rank=rank)
-        log.add(CALL, start, [start, start + 1], None, version=3)
-        log.close()
-    assert read(paths).find(CALL) == Prefix(list(range(8)), None, 3, False)
-
-
-def test_tokens_behind_a_gap_stay_out_whatever_a_later_attempt_adds(paths: RunPaths) -> None:
-    for epoch, start in ((1, 0), (2, 4), (3, 2), (3, 4)):
-        log = logged(paths, epoch=epoch)
-        log.add(CALL, start, [epoch, epoch], None)
-        log.close()
-    assert read(paths).find(CALL) == Prefix([1, 1, 3, 3, 3, 3], None, None, False)
 
 
 @pytest.mark.parametrize("order", [1, -1])

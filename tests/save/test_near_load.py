@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from tests.faults.world import World
-from tests.save.parts import Parts
+from tests.save.parts import Parts, load_tensors
 from verl_slurm.base.errors import CheckpointCorrupt
+from verl_slurm.checkpoint.store import reader
 from verl_slurm.checkpoint.store.chunks import Reading, read_checked
-from verl_slurm.save.ranks import loader
 from verl_slurm.save.ranks.collective import Collective, RanksFailed
-from verl_slurm.save.ranks.loader import load_tensors
 
 pytestmark = pytest.mark.torch
 
@@ -56,7 +55,7 @@ def test_the_nodes_own_copy_is_read_and_shared_storage_is_not(
         asked[os.readlink(f"/proc/self/fd/{root}")] = len(readings)
         return read_checked(root, readings, **more)
 
-    monkeypatch.setattr(loader, "read_checked", read)
+    monkeypatch.setattr(reader, "read_checked", read)
     _loaded(world)
     assert asked.pop(str(world.local / NAME)) > 0
     assert set(asked.values()) == {0}
@@ -82,5 +81,5 @@ def test_what_is_wrong_with_the_nodes_copy_is_read_from_shared_storage(world: Wo
 def test_what_is_wrong_in_both_places_is_refused(world: World) -> None:
     for path in (*_tensors(world.local), *_tensors(world.paths.checkpoints)):
         _flip(path)
-    with pytest.raises((RanksFailed, CheckpointCorrupt), match="changed after it was verified"):
+    with pytest.raises((RanksFailed, CheckpointCorrupt), match="not the one that was committed"):
         _loaded(world)

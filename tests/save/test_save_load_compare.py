@@ -6,22 +6,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 
-from tests.save.parts import ALONE, Net, Parts, checkpoint_saver, contents, runtime
+from tests.save.parts import (
+    ALONE,
+    Net,
+    Parts,
+    checkpoint_saver,
+    contents,
+    load_runtime_state,
+    load_tensors,
+    runtime,
+)
 from verl_slurm.base.errors import CheckpointCorrupt, Fenced
-from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.inspect.compare import compare
 from verl_slurm.checkpoint.store import commit
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.runtime_state.format import RuntimeState
-from verl_slurm.save.ranks import compare as compare_module, saver
+from verl_slurm.save.ranks import medium_results, saver
 from verl_slurm.save.ranks.collective import RanksFailed
-from verl_slurm.save.ranks.compare import compare
-from verl_slurm.save.ranks.loader import load_runtime_state, load_tensors
 from verl_slurm.save.ranks.saver import SavedCheckpoint
 from verl_slurm.save.ranks.tensors import model_tensors, optimizer_tensors
 
@@ -107,17 +113,6 @@ def test_one_changed_bit_is_found_and_named(tmp_path: Path) -> None:
     )
 
 
-def test_the_command_says_it_with_its_exit_code(tmp_path: Path, capfdbinary: Any) -> None:
-    for side, updates in (("a", 2), ("b", 2), ("c", 3)):
-        _save(tmp_path / side, Parts(updates=updates))
-    a, b, c = (str(_directory(tmp_path / side)) for side in "abc")
-    assert compare_module.main([a, b, "--json"]) == ExitCode.OK
-    assert msgspec.json.decode(capfdbinary.readouterr().out)["same"] is True
-    assert compare_module.main([a, c]) == ExitCode.DIFFERENT
-    (Path(b) / "scheduler.json").write_bytes(b"[]\n")
-    assert compare_module.main([a, b]) == ExitCode.CORRUPT
-
-
 def test_a_damaged_checkpoint_is_not_compared(tmp_path: Path) -> None:
     _save(tmp_path, Parts())
     index = _directory(tmp_path) / "actor" / "index.json"
@@ -163,7 +158,10 @@ def test_a_shard_that_changed_since_it_was_verified_is_not_loaded(tmp_path: Path
     assert torch.equal(parts.model.inner.weight, before)
 
 
-@pytest.mark.parametrize("stage", ["commit.begin", "saver.encode", "commit.seal", "commit.commit"])
+@pytest.mark.parametrize(
+    "stage",
+    ["commit.begin", "saver.encode", "saver.seal_small", "medium_results.write_small", "commit.commit"],
+)
 def test_a_save_that_fails_leaves_nothing_behind(
     stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +169,9 @@ def test_a_save_that_fails_leaves_nothing_behind(
         raise OSError(28, "No space left on device")
 
     module, _, name = stage.partition(".")
-    monkeypatch.setattr({"commit": commit, "saver": saver}[module], name, fail)
+    monkeypatch.setattr(
+        {"commit": commit, "saver": saver, "medium_results": medium_results}[module], name, fail
+    )
     with pytest.raises(RanksFailed, match="No space left"):
         _save(tmp_path, Parts())
     assert not RunPaths(tmp_path).checkpoints.exists() or list(RunPaths(tmp_path).checkpoints.iterdir()) == []
@@ -213,7 +213,7 @@ def test_storage_that_does_not_answer_says_nothing_about_the_checkpoint(
     def fail(*_: object) -> bytes:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("verl_slurm.checkpoint.store.reader.open_below", fail)
+    monkeypatch.setattr("verl_slurm.checkpoint.store.chunks.open_below", fail)
     with pytest.raises(OSError, match=os.strerror(number)):
         load_runtime_state(_directory(tmp_path), 0, 1)
 

@@ -4,7 +4,6 @@ import errno
 import hashlib
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -14,7 +13,7 @@ from verl_slurm.base.errors import KeyRefused
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.keys import MasterKey, new_key_file
 from verl_slurm.checkpoint.format.encryption import TAG_BYTES, CheckpointCipher
-from verl_slurm.checkpoint.format.specification import CHUNK_BYTES
+from verl_slurm.checkpoint.format.specification import CHUNK_BYTES, FileEntry
 from verl_slurm.checkpoint.store.chunks import entry_of
 from verl_slurm.config.schema import EncryptionConfig
 from verl_slurm.save.writer import file_sealing as module
@@ -43,68 +42,56 @@ def layout(sizes: tuple[int, ...]) -> tuple[memoryview, list[ArenaFile]]:
     return arena, files
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def short_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two chunks, so that every buffer is used again and again."""
     monkeypatch.setattr(module, "RING_CHUNKS", 2)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_every_medium_gets_what_sealing_the_whole_file_would_give(
-    short_ring: None, tmp_path: Path, threads: int
-) -> None:
-    arena, files = layout(SIZES)
-    before = hashlib.sha256(arena).digest()
-    sealing = new_sealing()
-    places = [tmp_path / "a", tmp_path / "b"]
-    for place in places:
-        place.mkdir(0o700)
-    entries, outcomes = write_and_hash(
-        arena,
-        files,
-        [str(place) for place in places],
-        hashers=threads,
-        stream=Sealer(KEY).begin(sealing, arena, files),
-    )
-    assert [outcome.error for outcome in outcomes] == [None, None]
+def right(place: Path, entries: tuple[FileEntry, ...], files: list[ArenaFile], sealing: Sealing) -> bool:
+    """Whether each file there is what sealing it whole would give, and its entry says so."""
+    arena, _ = layout(SIZES)
     cipher = CheckpointCipher(KEY, NAME, sealing.encryption)
-    for file, entry in zip(files, entries, strict=True):
-        plain = bytes(arena[file.at : file.at + file.size])
-        whole = cipher.seal(file.path, plain)
-        assert all((place / file.path).read_bytes() == whole for place in places)
-        assert entry == msgspec.structs.replace(entry_of(file.path, whole), plain_size=file.size)
-        assert MARK not in whole
-        assert cipher.open(entry, whole) == plain
+    wholes = [cipher.seal(file.path, bytes(arena[file.at : file.at + file.size])) for file in files]
+    assert [(place / file.path).read_bytes() for file in files] == wholes
+    expected = (
+        msgspec.structs.replace(entry_of(file.path, whole), plain_size=file.size)
+        for file, whole in zip(files, wholes, strict=True)
+    )
+    return entries == tuple(expected) and not any(MARK in whole for whole in wholes)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_every_medium_gets_what_sealing_the_whole_file_would_give(tmp_path: Path, threads: int) -> None:
+    arena, files = layout(SIZES)
+    before, sealing = hashlib.sha256(arena).digest(), new_sealing()
+    places = [str(tmp_path / "a"), str(tmp_path / "b")]
+    sealed = Sealer(KEY).begin(sealing, arena, files)
+    entries, outcomes = write_and_hash(arena, files, places, hashers=threads, sealed=sealed)
+    assert [outcome.error for outcome in outcomes] == [None, None]
+    assert [outcome.files for outcome in outcomes] == [entries, entries]
+    assert all(right(Path(place), entries, files, sealing) for place in places)
     assert hashlib.sha256(arena).digest() == before
 
 
-def test_a_medium_that_fails_early_or_late_does_not_hold_the_other_up(
-    short_ring: None, tmp_path: Path
-) -> None:
-    arena, files = layout(SIZES)
-    (tmp_path / "good").mkdir()
+def test_a_medium_that_fails_early_or_late_does_not_hold_the_other_up(tmp_path: Path) -> None:
+    (arena, files), sealing = layout(SIZES), new_sealing()
     late = tmp_path / "late" / files[-1].path
     late.parent.mkdir(parents=True)
     late.write_text("in the way")
     (tmp_path / "file").write_text("in the way")
     places = [str(tmp_path / name) for name in ("file", "good", "late")]
-    entries, outcomes = write_and_hash(
-        arena, files, places, hashers=2, stream=Sealer(KEY).begin(new_sealing(), arena, files)
-    )
+    sealed = Sealer(KEY).begin(sealing, arena, files)
+    entries, outcomes = write_and_hash(arena, files, places, hashers=2, sealed=sealed)
     assert [outcome.error is None for outcome in outcomes] == [False, True, False]
-    for entry in entries:
-        data = (tmp_path / "good" / entry.path).read_bytes()
-        assert (
-            entry_of(entry.path, data).sha256,
-            len(data),
-        ) == (entry.sha256, entry.size)
+    assert right(tmp_path / "good", entries, files, sealing)
 
 
 @pytest.mark.parametrize("breaks", [False, True], ids=["goes on", "and the fast one breaks"])
-def test_a_medium_that_stands_still_is_left_behind_and_catches_up(
-    short_ring: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, breaks: bool
+def test_a_medium_that_stands_still_holds_no_other_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, breaks: bool
 ) -> None:
-    arena, files = layout(SIZES)
+    (arena, files), sealing = layout(SIZES), new_sealing()
     places = [tmp_path / "slow", tmp_path / "fast"]
     done: list[str] = []
     go_on = threading.Event()
@@ -124,24 +111,19 @@ def test_a_medium_that_stands_still_is_left_behind_and_catches_up(
         go_on.set()
 
     monkeypatch.setattr(os, "pwrite", slow)
+    sealed = Sealer(KEY).begin(sealing, arena, files)
     entries, outcomes = write_and_hash(
-        arena,
-        files,
-        [str(place) for place in places],
-        stream=Sealer(KEY).begin(new_sealing(), arena, files, 0.0),
-        on_done=told,
+        arena, files, [str(place) for place in places], sealed=sealed, on_done=told
     )
     assert [outcome.error is None for outcome in outcomes] == [True, not breaks]
     assert breaks or done == ["fast", "slow"]
-    for entry in entries:
-        data = (places[0] / entry.path).read_bytes()
-        assert entry_of(entry.path, data).sha256 == entry.sha256
-    assert len(entries) == len(files)
+    assert right(places[0], entries, files, sealing)
 
 
-def test_what_the_fast_medium_does_not_give_back_is_not_copied(
-    short_ring: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_arena_that_changes_between_two_media_is_not_sealed_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Two texts under one nonce would give away their difference: the save fails on all media."""
     arena, files = layout(SIZES)
     go_on = threading.Event()
     pwrite = os.pwrite
@@ -151,54 +133,37 @@ def test_what_the_fast_medium_does_not_give_back_is_not_copied(
             assert go_on.wait(60)
         return pwrite(fd, data, at)
 
-    def rot(written: Written) -> None:
-        if written.directory.endswith("fast"):
-            (tmp_path / "fast" / files[2].path).write_bytes(bytes(files[2].size))
-            go_on.set()
+    def change(written: Written) -> None:
+        arena[-1] ^= 1
+        go_on.set()
 
     monkeypatch.setattr(os, "pwrite", slow)
-    _, (outcome, _) = write_and_hash(
-        arena,
-        files,
-        [str(tmp_path / "slow"), str(tmp_path / "fast")],
-        stream=Sealer(KEY).begin(new_sealing(), arena, files, 0.0),
-        on_done=rot,
-    )
-    assert outcome.errno == errno.EIO
-    assert "give back" in (outcome.error or "")
+    sealed = Sealer(KEY).begin(new_sealing(), arena, files)
+    with pytest.raises(ValueError, match="its nonce must not be used again"):
+        write_and_hash(
+            arena, files, [str(tmp_path / "slow"), str(tmp_path / "fast")], sealed=sealed, on_done=change
+        )
 
 
-def test_where_no_medium_takes_it_nothing_goes_on_and_there_are_no_entries(
-    short_ring: None, tmp_path: Path
-) -> None:
+def test_where_no_medium_takes_it_there_are_no_entries(tmp_path: Path) -> None:
     arena, files = layout(SIZES)
     (tmp_path / "file").write_text("in the way")
-    entries, outcomes = write_and_hash(
-        arena, files, [str(tmp_path / "file")], stream=Sealer(KEY).begin(new_sealing(), arena, files)
-    )
+    sealed = Sealer(KEY).begin(new_sealing(), arena, files)
+    entries, outcomes = write_and_hash(arena, files, [str(tmp_path / "file")], sealed=sealed)
     assert entries == ()
     assert outcomes[0].error is not None
 
 
-def test_a_sealer_that_breaks_ends_the_readers_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arena, files = layout(SIZES)
-    stream = Sealer(KEY).begin(new_sealing(), arena, files)
-
-    def broken(*_: object) -> bytes:
-        raise ValueError("a bug")
-
-    monkeypatch.setattr("verl_slurm.checkpoint.format.encryption.ChunkSealer.seal_into", broken)
-    with pytest.raises(ValueError, match="a bug"):
-        write_and_hash(arena, files, [str(tmp_path)], hashers=2, stream=stream)
-
-
-def test_tags_that_reach_over_the_border_of_a_chunk_are_hashed_as_they_lie_on_disk() -> None:
-    last, tags = os.urandom(CHUNK_BYTES - TAG_BYTES), os.urandom(3 * TAG_BYTES)
-    leaves = module._end_leaves(memoryview(last), memoryview(tags))
-    whole = last + tags
-    parts = [whole[start : start + CHUNK_BYTES] for start in range(0, len(whole), CHUNK_BYTES)]
-    assert len(parts) == 2
-    assert leaves == [hashlib.sha256(part).digest() for part in parts]
+def test_tags_that_reach_over_the_border_of_a_chunk_are_hashed_as_they_lie_on_disk(tmp_path: Path) -> None:
+    """A last chunk that leaves less room in its leaf than the tags take."""
+    size = 2 * CHUNK_BYTES - TAG_BYTES
+    arena = memoryview(bytearray(size))
+    files, sealing = [ArenaFile(path="f", at=0, size=size)], new_sealing()
+    sealed = Sealer(KEY).begin(sealing, arena, files)
+    (entry,), _ = write_and_hash(arena, files, [str(tmp_path / "a")], sealed=sealed)
+    whole = (tmp_path / "a" / "f").read_bytes()
+    assert len(entry.leaves) == 3
+    assert entry == msgspec.structs.replace(entry_of("f", whole), plain_size=size)
 
 
 def test_a_salt_serves_once_and_only_the_key_that_it_names() -> None:
@@ -210,13 +175,6 @@ def test_a_salt_serves_once_and_only_the_key_that_it_names() -> None:
     with pytest.raises(KeyRefused) as caught:
         sealer.begin(new_sealing(OTHER), arena, files)
     assert OTHER.id in caught.value.one_line()
-
-
-def test_every_attempt_draws_a_salt_of_its_own() -> None:
-    # 256 random bits: that they are drawn anew is what can break.
-    with ThreadPoolExecutor(4) as pool:
-        salts = list(pool.map(lambda _: new_sealing().encryption.salt, range(2000)))
-    assert len(set(salts)) == len(salts)
 
 
 @pytest.fixture
@@ -247,8 +205,8 @@ def test_the_saver_process_reads_the_key_for_itself_and_shows_it_nowhere(
         arena.close()
     (entry,) = written.files
     data = (tmp_path / entry.path).read_bytes()
-    plain = CheckpointCipher(key, NAME, sealing.encryption).open(entry, data)
-    assert plain == MARK + bytes(8192 - len(MARK))
+    plain = MARK + bytes(8192 - len(MARK))
+    assert data == CheckpointCipher(key, NAME, sealing.encryption).seal(entry.path, plain)
     secret = key_file.read_bytes().strip()
     assert secret not in argv
     assert bytes.fromhex(secret.decode()) not in argv

@@ -93,25 +93,21 @@ def test_a_full_disk_is_an_error_of_that_directory_only(
     assert (first.errno, second.errno) == (errno.ENOSPC, None)
 
 
-def test_short_writes_are_gone_on_with(arena: Arena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (directory,) = _directories(tmp_path, "shared")
-    real = os.pwrite
-    monkeypatch.setattr(
-        writing.os, "pwrite", lambda fd, data, at: real(fd, data[: max(1, len(data) // 3)], at)
-    )
-    entries, (outcome,) = write_and_hash(arena.view, FILES[1:], [directory])
-    assert outcome.error is None
-    assert entry_of(FILES[1].path, Path(directory, FILES[1].path).read_bytes()) == entries[0]
-
-
-def test_where_direct_writes_are_refused_cached_ones_do(
-    arena: Arena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("how", ["short", "cached"])
+def test_short_writes_are_gone_on_with_and_where_direct_ones_are_refused_cached_ones_do(
+    arena: Arena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     (directory,) = _directories(tmp_path, "shared")
-    monkeypatch.setattr(writing, "_set_direct", lambda fd, on: False)
-    entries, (outcome,) = write_and_hash(arena.view, FILES, [directory])
+    real = os.pwrite
+    if how == "short":
+        monkeypatch.setattr(
+            writing.os, "pwrite", lambda fd, data, at: real(fd, data[: max(1, len(data) // 3)], at)
+        )
+    else:
+        monkeypatch.setattr(writing, "_set_direct", lambda fd, on: False)
+    (entry,), (outcome,) = write_and_hash(arena.view, FILES[1:], [directory])
     assert (outcome.error, outcome.direct) == (None, False)
-    assert entry_of(FILES[0].path, Path(directory, FILES[0].path).read_bytes()) == entries[0]
+    assert entry_of(FILES[1].path, Path(directory, FILES[1].path).read_bytes()) == entry
 
 
 def test_a_failed_fsync_fails_the_directory(

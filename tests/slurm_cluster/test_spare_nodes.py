@@ -11,7 +11,7 @@ from tests.harness import LiveRun, ends_like
 from tests.ledger_stats import ledger_stats
 from tests.loops.served import overrides
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.checkpoint.inspect.compare import newest_checkpoint
+from verl_slurm.checkpoint.store.catalog import newest_checkpoint
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import fail_node, restore_node

@@ -19,6 +19,7 @@ from tests.fakes.attempts_in_process import Killed, live, one_rank
 from tests.ledger_stats import ledger_stats
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.decide.best import Best, Rank, rank_best
+from verl_slurm.checkpoint.inspect.compare import compare
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.config import load
 from verl_slurm.config.roles import eval_metrics, step_metrics
@@ -27,7 +28,6 @@ from verl_slurm.config.schema import (
 )
 from verl_slurm.quickstart import tiny_model as quickstart_model
 from verl_slurm.save.ranks.collective import Collective
-from verl_slurm.save.ranks.compare import compare
 from verl_slurm.trainer import setup
 from verl_slurm.trainer.loop import Loop
 from verl_slurm.wire.client import NoDaemon

@@ -19,11 +19,11 @@ from tests.fakes.daemon import AtSafePoint
 from tests.ledger_stats import ledger_stats
 from verl_slurm.base.errors import DataError
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.inspect.compare import compare
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.config import load
 from verl_slurm.config.roles import eval_metrics, step_metrics
 from verl_slurm.journal.steps import last_steps
-from verl_slurm.save.ranks.compare import compare
 from verl_slurm.trainer.loop import Ending
 from verl_slurm.wire.messages import Progress, RankSaved
 

@@ -24,10 +24,10 @@ from tests.families import TINY, build_family
 from tests.lanes import has_variants
 from tests.processes import python_path
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.inspect.compare import compare
 from verl_slurm.config.schema import (
     TrainConfig,
 )
-from verl_slurm.save.ranks.compare import compare
 
 ALL = os.environ.get("VERL_SLURM_FAMILIES") == "all"
 # The first test's time is that of all runs: the fixture makes them.

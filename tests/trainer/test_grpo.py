@@ -23,6 +23,7 @@ from tests.ledger_stats import ledger_stats
 from tests.processes import python_path, tell
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.inspect.compare import compare
 from verl_slurm.checkpoint.inspect.describe import describe
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.config import load
@@ -31,7 +32,6 @@ from verl_slurm.config.schema import (
     DistributedConfig,
     TrainConfig,
 )
-from verl_slurm.save.ranks.compare import compare
 from verl_slurm.trainer.resuming import check_manifest
 from verl_slurm.trainer.state.train_state import update_metrics
 

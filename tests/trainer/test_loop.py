@@ -36,6 +36,7 @@ from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.keys import Keyring, load_keys, new_key_file
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.inspect.compare import compare
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.checkpoint.store.verify import verify
@@ -51,7 +52,6 @@ from verl_slurm.loops.session import Session
 from verl_slurm.quickstart import tiny_model as quickstart_model
 from verl_slurm.quickstart.arithmetic_data import build_data
 from verl_slurm.save.ranks.collective import Collective, RanksFailed
-from verl_slurm.save.ranks.compare import compare
 from verl_slurm.save.ranks.saver import SavedCheckpoint
 from verl_slurm.trainer import loop as loop_module
 from verl_slurm.trainer.loop import Ending, FinalSaveFailed, Loop, SaverLost

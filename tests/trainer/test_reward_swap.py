@@ -23,10 +23,10 @@ from tests.trainer.test_rewards import make_classifier
 from verl_slurm.base.errors import DataError, VerlSlurmError
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.inspect.contents import known_manifest
+from verl_slurm.checkpoint.inspect.compare import compare
+from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.dataset.fingerprint.data_record import fingerprint
 from verl_slurm.save.ranks.collective import Collective
-from verl_slurm.save.ranks.compare import compare
 from verl_slurm.trainer.loop import Loop
 from verl_slurm.trainer.reporter import Reporter
 from verl_slurm.trainer.reward import swap
@@ -121,9 +121,9 @@ def test_the_new_reward_counts_from_the_next_step_on_and_is_written_down(
     paths, loop = undisturbed
     plan = read_reward_plan(paths)
     assert [(switch.step, switch.replaced) for switch in plan.switches] == [(SWITCH, "rule:arithmetic")]
-    final = known_manifest(paths.checkpoint(STEPS))
+    final = read_manifest(paths.checkpoint(STEPS))
     assert final.frozen["reward"] == plan.switches[0].digest
-    assert "reward" not in known_manifest(paths.checkpoint(SWITCH)).frozen  # saved just before
+    assert "reward" not in read_manifest(paths.checkpoint(SWITCH)).frozen  # saved just before
     assert loop._state.reward.spec == f"python:{place.source}:score"
     assert (paths.reward_snapshot(1) / "last_scores.json").is_file()
 
@@ -198,7 +198,7 @@ def test_of_a_classifier_that_is_let_go_its_head_and_last_scores_stay(place: Pla
     paths = place.make("classifier", store_frozen=True, reward=f"classifier:{directory}")
     loop = place.start(paths, Script(wish=10))
     digest = fingerprint(directory).digest
-    before, after = (known_manifest(paths.checkpoint(step)).frozen["reward"] for step in (SWITCH, STEPS))
+    before, after = (read_manifest(paths.checkpoint(step)).frozen["reward"] for step in (SWITCH, STEPS))
     assert before == digest
     assert (paths.frozen / digest / "config.json").is_file()
     assert paths.reward_source(after).read_text() == SOURCE

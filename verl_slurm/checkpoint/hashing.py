@@ -4,47 +4,39 @@ The SHA-256 of one chunk is a chain that no core can shorten. Chunks do not depe
 `stringzilla.Sha256s` keeps one word of each of sixteen chunks in a wide register and advances all of them with each
 instruction (Gueron and Krasnov, 2012, https://eprint.iacr.org/2012/371). docs/decisions/0005 tells when that pays.
 
-hashlib decides:
-
-* At the first use both hash the same messages, with every length of the padding on every lane.
-* Of every fourth batch of a save or a reading, the first included, hashlib hashes one chunk as well, each time on
-  another lane.
-* A reader asks hashlib before it calls a chunk damaged (`Hasher.again`).
-
-If the two ever differ, the process reports it on stderr and uses hashlib from then on. Each save or reading under way
-hashes all of its chunks again (`Hasher.settled`). A save or a reading that had ended before stands: its own samples
-were right.
+The processor selects one of the two for a process. At its first use both hash the same messages, with every length of
+the padding on every lane, and `stringzilla` is not used where they differ. A reader asks hashlib before it calls a
+chunk damaged (`hashlib_of`), so a wrong digest condemns no good checkpoint.
 """
 
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, TypeVar
 
 LANES = 16
 FEWEST = 8
 """A batch of sixteen takes as long as eight chunks by hashlib, however few of its lanes are used."""
-_JUDGED_EVERY = 4  # one chunk of 64 by hashlib, too: 3 % more work
 
 _Job = TypeVar("_Job")
-_Result = TypeVar("_Result")
 
 
+@dataclass(frozen=True)
 class Hasher:
     """Hashes the chunks of a process; any number of its threads may use it.
 
-    Args:
+    Attributes:
         lanes: `stringzilla.Sha256s`; None: hashlib.
     """
 
-    def __init__(self, lanes: Callable[[int], Any] | None = None) -> None:
-        self._lanes = lanes
+    lanes: Callable[[int], Any] | None = None
 
     @property
     def at_once(self) -> int:
         """Returns the number of chunks in a batch."""
-        return 1 if self._lanes is None else LANES
+        return 1 if self.lanes is None else LANES
 
     def batches(self, jobs: Sequence[_Job]) -> list[Sequence[_Job]]:
         """Cuts `jobs` into batches. Jobs that are too few for a batch come one by one, so that threads share them."""
@@ -58,59 +50,42 @@ class Hasher:
             *([job] for job in jobs[whole:]),
         ]
 
-    def digests(self, pieces: Sequence[memoryview], number: int) -> list[bytes]:
-        """Returns the SHA-256 of each piece. Releases the interpreter lock while it hashes.
-
-        Args:
-            number: of this batch within the save or the reading, from 0. It selects what hashlib checks.
-        """
-        lanes = self._lanes
-        # `_lanes` is read once: another thread may set it to None in the middle of this call.
-        if lanes is None or len(pieces) < FEWEST:
+    def digests(self, pieces: Sequence[memoryview]) -> list[bytes]:
+        """Returns the SHA-256 of each piece. Releases the interpreter lock while it hashes."""
+        if self.lanes is None or len(pieces) < FEWEST:
             return _hash_each(pieces)
-        found: list[bytes] = lanes(len(pieces)).update(pieces).digest()
-        if number % _JUDGED_EVERY == 0:
-            # Another lane each time, so that a fault of one lane is met as well.
-            judged = number // _JUDGED_EVERY % len(pieces)
-            if self.again(pieces[judged], found[judged]) != found[judged]:
-                return _hash_each(pieces)
+        found: list[bytes] = self.lanes(len(pieces)).update(pieces).digest()
         return found
 
-    def again(self, piece: memoryview, found: bytes) -> bytes:
-        """Returns hashlib's digest of a piece that `digests` gave the digest `found`."""
-        digest = sha256(piece).digest()
-        # Said once for the process: threads of one reading may all find it.
-        if digest != found and self._lanes is not None:
-            self._lanes = None
-            _say("found another SHA-256 than hashlib; hashlib now hashes everything, from the beginning")
-        return digest
 
-    def settled(self, work: Callable[[], _Result]) -> _Result:
-        """Returns the result of `work()`. If it used digests that are no longer believed, runs it again and returns
-        that result.
-
-        Args:
-            work: a whole save or reading. May be called twice.
-        """
-        before = self._lanes
-        result = work()
-        # Identity, not equality: what counts is whether any thread gave the fast one up meanwhile.
-        return result if self._lanes is before else work()
+def hashlib_of(piece: memoryview, found: bytes) -> bytes:
+    """Returns hashlib's digest of a piece for which `Hasher.digests` gave the unexpected digest `found`."""
+    digest = sha256(piece).digest()
+    if digest != found:
+        _say("found another SHA-256 than hashlib, which decides")
+    return digest
 
 
 @functools.cache
-def process_hasher() -> Hasher:
-    """Returns the faster hasher on this processor. The first call loads stringzilla, if it is installed."""
+def process_hasher(*, reading: bool = False) -> Hasher:
+    """Returns the faster hasher on this processor. The first call loads stringzilla, if it is installed.
+
+    Args:
+        reading: to read and check a checkpoint soonest; else to take the least of the processor.
+    """
     try:
         # Here, not at the top: verifying must work where it is not installed, and most commands hash nothing.
         import stringzilla
     except ImportError:
         return Hasher()
     try:
-        # stringzilla's names: "skylake" is AVX-512, "haswell" AVX2. With AVX2 and the SHA instructions ("goldmont")
-        # hashlib is faster.
+        # stringzilla's names: "skylake" is AVX-512, "haswell" AVX2, "goldmont" the SHA instructions. With these hashlib
+        # is faster than AVX2. For a reading it is than AVX-512, too: two cores are as fast as a disk, chunk by chunk,
+        # and the last batches would be hashed when nothing is left to read, from 128 MiB more of fresh memory.
         able = stringzilla.__capabilities__
-        faster = "skylake" in able or ("haswell" in able and "goldmont" not in able)
+        faster = ("skylake" in able and not (reading and "goldmont" in able)) or (
+            "haswell" in able and "goldmont" not in able
+        )
         if faster and not _agrees(stringzilla.Sha256s):
             _say("found another SHA-256 than hashlib when it was tried; it is not used")
             faster = False
@@ -118,19 +93,6 @@ def process_hasher() -> Hasher:
     except Exception as error:  # noqa: BLE001 - of another release; no checkpoint fails for want of speed
         _say(f"cannot be used: {type(error).__name__}: {error}")
         return Hasher()
-
-
-@functools.cache
-def reading_hasher() -> Hasher:
-    """Returns the hasher that lets this processor read and check a checkpoint soonest."""
-    hasher = process_hasher()
-    if hasher.at_once == 1:
-        return hasher
-    import stringzilla
-
-    # With the SHA instructions two cores by hashlib are as fast as a disk, chunk by chunk. Batches would cost less of
-    # the processor, but the last ones are hashed when nothing is left to read, from 128 MiB more of fresh memory.
-    return Hasher() if "goldmont" in stringzilla.__capabilities__ else hasher
 
 
 def _agrees(lanes: Callable[[int], Any]) -> bool:

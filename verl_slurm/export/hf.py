@@ -23,8 +23,9 @@ from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig
 
 from verl_slurm.base.errors import CheckpointCorrupt, DataError
+from verl_slurm.config.roles import Role
 from verl_slurm.export.model_dir import TOKENIZER_FILES
-from verl_slurm.export.skeleton import Role, Skeleton, bounded_work
+from verl_slurm.export.skeleton import Skeleton, bounded_work
 from verl_slurm.export.source import ExportSource, cast_dtype
 
 SHARD_BYTES = 5_000_000_000

@@ -19,17 +19,16 @@ One file is made at a time, and torch.save needs the whole of it in memory: the 
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 
 from verl_slurm.base.errors import SchemaMismatch
-from verl_slurm.export.skeleton import Role, Skeleton
+from verl_slurm.config.roles import Role
+from verl_slurm.export.skeleton import Skeleton
 from verl_slurm.export.source import ExportSource, cast_bytes
-
-Layout = Literal["single-file", "split"]
 
 FILES: dict[str, dict[str, str]] = {
     "single-file": {
@@ -62,7 +61,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
 
 def write_layout(
     source: ExportSource,
-    layout: Layout,
+    layout: str,
     skeletons: dict[Role, Skeleton],
     out: Path,
     *,
@@ -136,7 +135,9 @@ def adamw_state(
     strange = sorted(keys.keys() - set(skeleton.parameters))
     # Left out silently, its moments would be lost.
     if strange:
-        raise _unknown(source.directory / "optimizer", f"state of {strange[0]}", f"parameters of the {role}")
+        raise _unknown(
+            source.reader.directory / "optimizer", f"state of {strange[0]}", f"parameters of the {role}"
+        )
     # A frozen parameter has no state, and did not belong to the optimizer.
     order = [name for name in skeleton.parameters if name in keys]
     places = {f"{prefix}{name}.{key}": (index, key) for index, name in enumerate(order) for key in keys[name]}
@@ -181,9 +182,9 @@ def moments_bytes(source: ExportSource, roles: list[Role]) -> int:
 
 
 def _schedules(source: ExportSource, roles: list[Role]) -> dict[str, Schedule]:
-    path = source.directory / "scheduler.json"
+    path = source.reader.directory / "scheduler.json"
     try:
-        schedules = msgspec.json.decode(source.read_file(path.name), type=dict[str, Schedule])
+        schedules = msgspec.json.decode(source.reader.read(path.name), type=dict[str, Schedule])
     except msgspec.MsgspecError as error:
         raise _unknown(path, error, "a schedule of each role") from error
     for role in roles:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -25,10 +25,8 @@ from verl_slurm.base.bounded import read_model_config
 from verl_slurm.base.errors import DataError
 from verl_slurm.causal_lm import ValueModel
 from verl_slurm.checkpoint.format.tensor_index import TensorEntry
+from verl_slurm.config.roles import Role
 from verl_slurm.save.ranks.tensors import model_tensors
-
-Role = Literal["actor", "critic"]
-
 
 _LAYERS = re.compile(r"^(num|n)_\w*layer|layers$|layer_types$|^depth")
 _PARTS = re.compile(r"^(num|n)_\w*(expert|block|head|stage)")

@@ -3,12 +3,10 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from verl_slurm.base.keys import Keyring
 from verl_slurm.checkpoint.format.tensor_index import INDEX, TensorEntry
 from verl_slurm.checkpoint.store.reader import CheckpointReader
 from verl_slurm.save.ranks.loader import WholeReader
@@ -48,28 +46,18 @@ class ExportSource:
     """Reads one checkpoint for an export.
 
     Attributes:
-        directory: a verified checkpoint.
+        reader: of a verified checkpoint.
         report: told the bytes done so far, as they lie in the checkpoint.
-        keys: to decrypt it with.
     """
 
-    directory: Path
+    reader: CheckpointReader
     report: Callable[[int], None] = lambda _: None
-    keys: Keyring | None = None
     done: int = 0
     _readers: dict[str, WholeReader] = field(default_factory=dict)
 
     def has(self, domain: str) -> bool:
         """Returns whether the checkpoint holds tensors of the domain: it may have been saved in part."""
-        return (self.directory / domain / INDEX).is_file()
-
-    def read_file(self, path: str) -> bytes:
-        """Reads a small file, decrypted.
-
-        Raises:
-            CheckpointCorrupt: it is not what was committed.
-        """
-        return CheckpointReader(self.directory, self.keys).read(path)
+        return f"{domain}/{INDEX}" in self.reader.entries
 
     def entries(self, domain: str) -> dict[str, TensorEntry]:
         """Maps each name to type and shape of the tensor, for every tensor of a domain.
@@ -95,5 +83,5 @@ class ExportSource:
     def _reader(self, domain: str) -> WholeReader:
         # Kept: an index of 2,200 tensors in 64 pieces each takes two seconds to parse.
         if domain not in self._readers:
-            self._readers[domain] = WholeReader(self.directory, domain, self.keys)
+            self._readers[domain] = WholeReader(self.reader, domain)
         return self._readers[domain]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from verl_slurm.base.errors import ConfigError, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.checkpoint.inspect.compare import torch_environment
 from verl_slurm.config.schema import BUILTIN
+from verl_slurm.export.exporting import torch_environment
 
 _HEAD_DIMS = {"tiny": 16, "tiny32": 32}
 """Built-in model -> the width of its attention heads."""

@@ -14,8 +14,8 @@ from verl_slurm.base.bounded import JOURNAL, TooMuch, open_regular
 from verl_slurm.base.errors import NotFound, PermissionRefused, VerlSlurmError
 from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.store.lost import gone_back
-from verl_slurm.checkpoint.store.newest import Newest
 from verl_slurm.checkpoint.store.run_config import keys_for
 from verl_slurm.config.load import differences, load_resolved
 from verl_slurm.config.schema import RunConfig
@@ -133,7 +133,7 @@ class _Reader:
             history.feed_row(row)
         self._look_at_steps(damaged)
 
-        unknown: tuple[str, bool | None, Newest | None] = ("unknown", None, None)
+        unknown: tuple[str, bool | None, CheckpointInfo | None] = ("unknown", None, None)
         state, alive, newest = self._try("the state of its job", self._state, unknown)
         word = history.word
         ended = isinstance(word, Ended) and word.is_final if word else status.get("state") == "ended"
@@ -238,7 +238,7 @@ class _Reader:
                 f"steps.jsonl: {counted(len(damaged), 'line')} (the first: {first}) are no rows, and were passed over"
             )
 
-    def _state(self) -> tuple[str, bool | None, Newest | None]:
+    def _state(self) -> tuple[str, bool | None, CheckpointInfo | None]:
         """As `list` says it, whether the job lives, and the newest checkpoint."""
         one = glance(self.paths.root)
         if self._known is not None:
@@ -249,7 +249,7 @@ class _Reader:
         answer = seen.get(one.root)
         return state_of(one, answer), None if answer is None else answer.alive, one.checkpoint
 
-    def _lost(self, history: History, newest: Newest | None) -> str:
+    def _lost(self, history: History, newest: CheckpointInfo | None) -> str:
         return "" if newest is None else gone_back(self.paths, history, newest.name, self.config)
 
     def _rewards(self) -> list[RewardFact]:

@@ -20,9 +20,10 @@ import msgspec
 from verl_slurm.base.bounded import TooMuch
 from verl_slurm.base.errors import NotFound, SlurmMissing
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
+from verl_slurm.checkpoint.store.catalog import newest_listed
 from verl_slurm.checkpoint.store.lost import in_tiers
-from verl_slurm.checkpoint.store.newest import Newest, newest_checkpoint
 from verl_slurm.journal.events import Cause, Ended, Event, Started, Submitted
 from verl_slurm.journal.files import read_last_events
 from verl_slurm.journal.history import History, Submission
@@ -57,7 +58,7 @@ class Glance(msgspec.Struct, kw_only=True):
     """`verl-slurm cancel` was the last that became of its newest job."""
     cause: Cause | None = None
     """The newest cause, unless it is longer ago than what was read back."""
-    checkpoint: Newest | None = None
+    checkpoint: CheckpointInfo | None = None
     lost: str = ""
     """The checkpoint that the run had last, where it has none, or an older one alone."""
     interruptions: int = 0
@@ -123,7 +124,7 @@ def _leads_to_directory(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def steps_done(status: Mapping[str, Any], checkpoint: Newest | None) -> int:
+def steps_done(status: Mapping[str, Any], checkpoint: CheckpointInfo | None) -> int:
     """Returns the completed steps. A start whose ranks have not reported yet has those that it resumes from. Pure."""
     step: int = status.get("step", 0)
     # Without a phase no rank has reported yet, and a new lead's snapshot may begin with step 0.
@@ -147,12 +148,11 @@ def glance(root: Path, history: History | None = None) -> Glance:
             job = job_by_files(paths)
         # A colleague (`group`) sees none of them.
         with suppress(PermissionError):
-            checkpoint = newest_checkpoint(paths)
+            checkpoint = newest_listed(paths)
             lost = status.get("last_checkpoint", "")
             order = checkpoint_order(lost) or (-1, -1)
             # A start brings one from its tiers.
-            if checkpoint and (order <= (checkpoint.step, checkpoint.safe_point) or in_tiers(paths, lost)):
-                lost = ""
+            lost = "" if checkpoint and (order <= checkpoint.order or in_tiers(paths, lost)) else lost
     except (OSError, TooMuch) as error:
         if given:
             raise

@@ -18,7 +18,7 @@ import secrets
 import struct
 
 from verl_slurm.base.errors import CheckpointCorrupt, KeyRefused
-from verl_slurm.base.keys import Keyring, MasterKey, Secret
+from verl_slurm.base.keys import Keyring, MasterKey
 
 _SALT_BYTES = 32
 _TAG_BYTES = 16
@@ -41,7 +41,7 @@ def seal_record(key: MasterKey, place: Place, payload: bytes) -> bytes:
     # A salt for each record, and with it a key: a record that is appended again after a death shares no nonce with the
     # first.
     salt = secrets.token_bytes(_SALT_BYTES)
-    sealed = AESGCM(_record_key(key, salt).reveal()).encrypt(_NONCE, payload, _associated(place))
+    sealed = AESGCM(key.derive(_INFO, salt).reveal()).encrypt(_NONCE, payload, _associated(place))
     return bytes.fromhex(key.id) + salt + sealed
 
 
@@ -80,7 +80,7 @@ def open_record(keys: Keyring | None, place: Place, data: bytes, *, sealed: bool
     from cryptography.exceptions import InvalidTag
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-    key = _record_key(keys.find(key_id, where=where), salt)
+    key = keys.find(key_id, where=where).derive(_INFO, salt)
     try:
         return AESGCM(key.reveal()).decrypt(_NONCE, data[_KEY_ID_BYTES + _SALT_BYTES :], _associated(place))
     except InvalidTag:
@@ -94,7 +94,3 @@ def open_record(keys: Keyring | None, place: Place, data: bytes, *, sealed: bool
 def _associated(place: Place) -> bytes:
     run, *rest = place
     return _PLACE.pack(bytes.fromhex(run), *rest)
-
-
-def _record_key(key: MasterKey, salt: bytes) -> Secret:
-    return key.derive(_INFO, salt)

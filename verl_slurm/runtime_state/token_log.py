@@ -115,7 +115,8 @@ class TokenLog:
         self._ledger = Ledger(token_paths(paths), epoch, rank)
         self._epoch, self._every_s, self._number, self._written = epoch, every_s, 0, 0
         self._lock = threading.Lock()
-        self._new: dict[Call, _Logged] = {}
+        self._new: list[tuple[Call, _Logged]] = []
+        self._newest: dict[Call, _Logged] = {}
         # Of calls whose tokens may still be asked for: when each ended.
         self._needed: dict[Call, float | None] = {}
         self._closing = threading.Event()
@@ -142,10 +143,12 @@ class TokenLog:
             ended: no more follow: the response is complete.
         """
         with self._lock:
-            new = self._new.get(call)
-            if new is None:
+            new = self._newest.get(call)
+            # Tokens that do not follow: the response was on another engine meanwhile, or has begun anew here.
+            if new is None or start != new.start + len(new.ids):
                 kept: list[float] | None = None if log_probs is None else []
-                new = self._new[call] = _Logged(call[:3], call.digest, start, [], kept, version)
+                new = self._newest[call] = _Logged(call[:3], call.digest, start, [], kept, version)
+                self._new.append((call, new))
             new.ids += ids
             if new.log_probs is not None and log_probs is not None:
                 new.log_probs += log_probs
@@ -165,15 +168,15 @@ class TokenLog:
     def write(self) -> None:
         """Writes what is new; the thread calls it, and one caller at a time may."""
         with self._lock:
-            new, self._new = self._new, {}
+            new, self._new, self._newest = self._new, [], {}
         if not new:
             return
         now = time.monotonic()
-        self._needed.update((call, now if one.ended else None) for call, one in new.items())
+        self._needed.update((call, now if one.ended else None) for call, one in new)
         self._number = (self._number + 1) & 0xFFFFFFFF  # distinguishes records of one position
         try:
-            calls, arrays = _record(self._epoch, list(new.values()))
-            position = max(call.position for call in new)
+            calls, arrays = _record(self._epoch, [one for _, one in new])
+            position = max(call.position for call, _ in new)
             self._written += self._ledger.append_many([entry(position, self._number, arrays, calls)])
             if self._written > _COMPACT_BYTES:
                 self._compact(now)

@@ -17,10 +17,10 @@ from tests.lanes import has_variants
 from tests.ledger_stats import ledger_stats
 from tests.processes import python_path
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.inspect.compare import compare
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.runtime_state.ledger import load
-from verl_slurm.save.ranks.compare import compare
 from verl_slurm.save.ranks.loader import read_whole
 
 # The first test waits for all runs: two minutes alone, six beside the other lanes; with variants twice as long.

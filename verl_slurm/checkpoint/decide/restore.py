@@ -1,10 +1,10 @@
 """Decides what to resume from, and why. Pure. `recover.py` asks, carries out the answer, and asks again."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from verl_slurm.checkpoint.format.info import CheckpointInfo, Verdict
+from verl_slurm.checkpoint.format.info import Verdict
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
 
 
@@ -25,23 +25,19 @@ class RestoreDecision:
     reasons: tuple[str, ...]
 
 
-def decide_resume(infos: Sequence[CheckpointInfo], verdicts: Mapping[str, Verdict]) -> RestoreDecision:
+def decide_resume(names: Iterable[str], verdicts: Mapping[str, Verdict]) -> RestoreDecision:
     """Chooses the newest checkpoint that verifies.
 
     Args:
-        infos: the entries of the run's checkpoint directory, in any order.
+        names: of the directories among the run's checkpoints, in any order.
         verdicts: results of the verifications so far.
 
-    A damaged checkpoint is skipped and set aside. One that others may write is skipped and left in place. One that
-    cannot be read now is waited for.
+    A damaged checkpoint is skipped and set aside. One that others may write, and a partial one that somebody has put
+    there, is skipped and left in place. One that cannot be read now is waited for.
     """
-    candidates = sorted(
-        # Torn ones, too: a final name whose manifest is damaged is judged and set aside, not passed over in silence.
-        # Staging directories have no such name.
-        (i for i in infos if i.kind in {"committed", "torn"} and checkpoint_order(i.name) is not None),
-        key=lambda i: i.order,
-        reverse=True,
-    )
+    # One without a good manifest, too: a final name is judged and set aside, not passed over in silence. Staging
+    # directories have no such name.
+    orders = {name: order for name in names if (order := checkpoint_order(name)) is not None}
     reasons: list[str] = []
     damaged: list[str] = []
     doubtful: list[str] = []
@@ -51,24 +47,27 @@ def decide_resume(infos: Sequence[CheckpointInfo], verdicts: Mapping[str, Verdic
     ) -> RestoreDecision:
         return RestoreDecision(action=action, name=name, set_aside=tuple(damaged), reasons=tuple(reasons))
 
-    for info in candidates:
-        verdict = verdicts.get(info.name)
+    for name in sorted(orders, key=lambda name: orders[name], reverse=True):
+        verdict = verdicts.get(name)
         # One at a time, newest first: each verification reads all bytes, and the first good one ends it.
         if verdict is None:
-            return decision("verify", info.name)
+            return decision("verify", name)
         reasons.append(verdict.one_line())
+        if verdict.ok and verdict.manifest is not None and verdict.manifest.components:
+            reasons.append(f"{name} is a partial checkpoint: {', '.join(verdict.manifest.components)} only")
+            continue
         if verdict.ok:
-            reasons.append(f"{info.name} is the newest checkpoint that verifies")
-            return decision("use", info.name)
+            reasons.append(f"{name} is the newest checkpoint that verifies")
+            return decision("use", name)
         # Never skipped: the run would silently resume from an older state.
         if any(p.kind == "version" for p in verdict.problems):
-            reasons.append(f"{info.name} is newer than this code: nothing older is used in its place")
-            return decision("refuse", info.name)
+            reasons.append(f"{name} is newer than this code: nothing older is used in its place")
+            return decision("refuse", name)
         # Nor is this: an error of storage is no damage, and passes.
         if verdict.unreadable:
-            reasons.append(f"{info.name} cannot be read now: nothing older is used in its place")
-            return decision("wait", info.name)
-        (damaged if verdict.damaged else doubtful).append(info.name)
+            reasons.append(f"{name} cannot be read now: nothing older is used in its place")
+            return decision("wait", name)
+        (damaged if verdict.damaged else doubtful).append(name)
     # Not `fresh`: starting over would throw away what may be good.
     if doubtful:
         reasons.append(f"{doubtful[0]} may be good but cannot be used now, and nothing else verifies")

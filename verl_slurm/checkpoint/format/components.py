@@ -7,9 +7,9 @@ from typing import Literal
 import msgspec
 
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.checkpoint.format.specification import Algorithm, Guest, Manifest, guest_directory
+from verl_slurm.checkpoint.format.specification import Guest, Manifest, guest_directory
 from verl_slurm.config.roles import trained_roles
-from verl_slurm.config.schema import CheckpointConfig, RunConfig, TrainConfig
+from verl_slurm.config.schema import CheckpointConfig, RunConfig
 
 Components = tuple[Literal["actor", "critic", "optimizer"], ...]
 """Tensor domains of a partial save, in the order of the format; empty: a full one."""
@@ -51,13 +51,7 @@ def require_same_models(manifest: Manifest, config: RunConfig, where: object) ->
     if saved is not None:
         return
     trained = trained_roles(config.train)
-    former: str = "?"
-    if not isinstance(manifest.algorithm, msgspec.UnsetType):
-        former = manifest.algorithm
-    else:
-        # Of version 2, when there were two: their models tell them apart.
-        both: tuple[Algorithm, ...] = ("ppo", "grpo")
-        former = next((a for a in both if trained_roles(TrainConfig(algorithm=a)) == manifest.roles), "?")
+    former = "?" if isinstance(manifest.algorithm, msgspec.UnsetType) else manifest.algorithm
     if (former, manifest.roles) != (config.train.algorithm, trained):
         raise ConfigError(
             "the checkpoint is of another algorithm",

@@ -31,16 +31,15 @@ manifest; the scrub and the tiers ask it, too.
 
 ## 4. The caller's duty
 
-A nonce must never be used twice with one key. So: a new `CheckpointCipher.begin` for every attempt, and one
-`ChunkSealer` per file. To write twice, write the sealed bytes twice; never seal plain bytes twice. A sealer refuses to
-seal a chunk again, and a saver process refuses a salt that it has seen (`save.writer.file_sealing`).
+A nonce must never be used for two texts with one key. So: a new `CheckpointCipher.begin` for every attempt, and one
+`ChunkSealer` per file. For a second medium a chunk may be sealed once more: then its tag must be the first one, or the
+sealer refuses it and gives nothing out. A saver process refuses a salt that it has seen (`save.writer.file_sealing`).
 
 Measured on one core (EPYC with VAES): section "Cost" of docs/decisions/0003-encryption.md.
 """
 
 import secrets
 import struct
-import threading
 from typing import Self
 
 import msgspec
@@ -67,22 +66,19 @@ _ASSOCIATED = struct.Struct(">QQB")
 class _Chunks:
     """Shared geometry of one file for sealing and opening: its chunks, nonces and associated data."""
 
-    def __init__(
-        self, key: Secret, path: str, plain_size: int, *, chunk_bytes: int = SEALED_CHUNK_BYTES
-    ) -> None:
+    def __init__(self, key: Secret, path: str, plain_size: int) -> None:
         # Imported where a key is used: without one no process pays for the package.
         from cryptography.hazmat.primitives.ciphers import algorithms
 
         self._aes = algorithms.AES(key.reveal())
         self._path = path.encode("ascii")
-        self.plain_size, self.chunk_bytes = plain_size, chunk_bytes
-        self.num_chunks = sealed_chunks(plain_size, chunk_bytes)
+        self.plain_size, self.num_chunks = plain_size, sealed_chunks(plain_size)
 
     def length(self, index: int) -> int:
         """Returns the plain bytes of chunk `index`."""
         if not 0 <= index < self.num_chunks:
             raise ValueError(f"chunk {index} of {self.num_chunks}")
-        return min(self.chunk_bytes, self.plain_size - index * self.chunk_bytes)
+        return min(SEALED_CHUNK_BYTES, self.plain_size - index * SEALED_CHUNK_BYTES)
 
     def associated(self, index: int) -> bytes:
         """Returns the data that a chunk's tag covers in addition to its bytes."""
@@ -97,7 +93,7 @@ class _Chunks:
 
 
 class ChunkSealer(_Chunks):
-    """Seals the chunks of one file, in any order, from any number of threads, each chunk once.
+    """Seals the chunks of one file, in any order, from any number of threads.
 
     Args:
         key: `CheckpointCipher.file_key(path)`.
@@ -105,13 +101,10 @@ class ChunkSealer(_Chunks):
         plain_size: bytes of the whole file; must be known before the first chunk.
     """
 
-    def __init__(
-        self, key: Secret, path: str, plain_size: int, *, chunk_bytes: int = SEALED_CHUNK_BYTES
-    ) -> None:
-        super().__init__(key, path, plain_size, chunk_bytes=chunk_bytes)
-        # Each chunk once (section 4): two plaintexts under one nonce would give away their difference.
-        self._done: set[int] = set()
-        self._lock = threading.Lock()
+    def __init__(self, key: Secret, path: str, plain_size: int) -> None:
+        super().__init__(key, path, plain_size)
+        # Of each chunk (section 4): two plaintexts under one nonce would give away their difference.
+        self._tags: dict[int, bytes] = {}
 
     def seal_into(self, index: int, plaintext: memoryview, out: memoryview) -> bytes:
         """Encrypts one chunk into `out`, without a copy in between and without the interpreter lock.
@@ -124,22 +117,23 @@ class ChunkSealer(_Chunks):
             The tag, TAG_BYTES, for entry `index` of the table.
 
         Raises:
-            ValueError: the length differs, or the chunk was sealed before.
+            ValueError: the length differs, or the chunk was sealed before with other bytes; `out` then holds zeros.
         """
         from cryptography.hazmat.primitives.ciphers import Cipher, modes
 
         self._check(index, plaintext, out)
-        # Marked before the encryption: one that fails midway has used the nonce as well.
-        with self._lock:
-            if index in self._done:
-                raise ValueError(f"chunk {index} was sealed before: its nonce must not be used again")
-            self._done.add(index)
-        # The index may be the nonce because the key serves for this file of this attempt, and each index once.
+        # The index may be the nonce because the key serves for this file of this attempt, and each index for one text.
         encryptor = Cipher(self._aes, modes.GCM(index.to_bytes(12, "big"))).encryptor()
         encryptor.authenticate_additional_data(self.associated(index))
         # Into the caller's buffer: GCM's output is as long as its input, so every byte keeps its offset.
         encryptor.update_into(plaintext, out)
         encryptor.finalize()
+        # The tag stands for the text: without the key nobody can make two with one tag.
+        if self._tags.setdefault(index, encryptor.tag) != encryptor.tag:
+            out[:] = bytes(out.nbytes)
+            raise ValueError(
+                f"chunk {index} was sealed before with other bytes: its nonce must not be used again"
+            )
         return encryptor.tag
 
 
@@ -230,62 +224,21 @@ class CheckpointCipher:
         return ChunkOpener(self.file_key(entry.path), entry.path, _plain_size(entry))
 
     def seal(self, path: str, data: bytes) -> bytes:
-        """Returns a small file sealed; files of PLAIN_FILES unchanged."""
-        return data if path in PLAIN_FILES else seal_bytes(self.file_key(path), path, data)
-
-    def open(self, entry: FileEntry, data: bytes) -> bytes:
-        """Returns the plain bytes of a sealed file; a file that the manifest calls plain unchanged."""
-        # Not a way round the encryption: `manifest.parse` refuses an encrypted checkpoint that calls any file plain but
-        # those of PLAIN_FILES.
-        if entry.plain_size is msgspec.UNSET:
+        """Returns a small file sealed; files of PLAIN_FILES unchanged. Once for each path (section 4)."""
+        if path in PLAIN_FILES:
             return data
-        return open_bytes(self.file_key(entry.path), entry.path, _plain_size(entry), data)
-
-
-def seal_bytes(key: Secret, path: str, data: bytes, *, chunk_bytes: int = SEALED_CHUNK_BYTES) -> bytes:
-    """Returns the sealed file of `data`. Use a key and path for one call (section 4)."""
-    sealer = ChunkSealer(key, path, len(data), chunk_bytes=chunk_bytes)
-    plain, out = memoryview(data), bytearray(sealed_size(len(data), chunk_bytes))
-    view, at = memoryview(out), len(data)
-    for index in range(sealer.num_chunks):
-        start = index * chunk_bytes
-        end = start + sealer.length(index)
-        view[at : at + TAG_BYTES] = sealer.seal_into(index, plain[start:end], view[start:end])
-        at += TAG_BYTES
-    return bytes(out)
-
-
-def open_bytes(
-    key: Secret, path: str, plain_size: int, data: bytes, *, chunk_bytes: int = SEALED_CHUNK_BYTES
-) -> bytes:
-    """Returns the plain bytes of a sealed file.
-
-    Raises:
-        CheckpointCorrupt: the bytes are not what was sealed.
-    """
-    opener = ChunkOpener(key, path, plain_size, chunk_bytes=chunk_bytes)
-    # Before the buffer is made: `plain_size` is what the manifest says.
-    if len(data) != sealed_size(plain_size, chunk_bytes):
-        raise _wrong_size(len(data), sealed_size(plain_size, chunk_bytes))
-    sealed, out = memoryview(data), memoryview(bytearray(plain_size))
-    for index in range(opener.num_chunks):
-        start, at = index * chunk_bytes, plain_size + index * TAG_BYTES
-        end = start + opener.length(index)
-        # An error leaves with all of `out`: no part of a file is returned that does not open whole.
-        opener.open_into(index, sealed[start:end], bytes(sealed[at : at + TAG_BYTES]), out[start:end])
-    return bytes(out)
+        sealer = self.sealer(path, len(data))
+        plain, out = memoryview(data), bytearray(sealed_size(len(data)))
+        view, at = memoryview(out), len(data)
+        for index in range(sealer.num_chunks):
+            start = index * SEALED_CHUNK_BYTES
+            end = start + sealer.length(index)
+            view[at : at + TAG_BYTES] = sealer.seal_into(index, plain[start:end], view[start:end])
+            at += TAG_BYTES
+        return bytes(out)
 
 
 def _plain_size(entry: FileEntry) -> int:
     if isinstance(entry.plain_size, msgspec.UnsetType):
         raise CheckpointCorrupt("a file that has to be encrypted is not", where=entry.path)
     return entry.plain_size
-
-
-def _wrong_size(found: int, expected: int) -> CheckpointCorrupt:
-    return CheckpointCorrupt(
-        "an encrypted file does not open",
-        found=f"{found} bytes",
-        expected=f"{expected} bytes",
-        remedy="resume from an older checkpoint (verl-slurm list RUN)",
-    )

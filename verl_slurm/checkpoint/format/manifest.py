@@ -14,7 +14,6 @@ from verl_slurm.base.paths import CHECKPOINT_NAME
 from verl_slurm.checkpoint.format.specification import (
     FORMAT_VERSION,
     PLAIN_FILES,
-    READ_VERSIONS,
     FileEntry,
     Manifest,
     path_problem,
@@ -78,7 +77,7 @@ def parse(data: bytes, *, where: object) -> Manifest:
         # decodings.
         version = bounded.decode_json(data, _Version, bounded.MANIFEST, doubles=False).format_version
         # A bool is an int as well, and no version: it is refused below as corrupt.
-        if type(version) is int and version not in READ_VERSIONS:
+        if type(version) is int and version != FORMAT_VERSION:
             raise SchemaMismatch(
                 "the checkpoint is of another format version",
                 where=where,

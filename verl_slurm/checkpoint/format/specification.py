@@ -52,11 +52,10 @@ ASCII with \\u escapes, numbers as Python's `json` writes them. Layout and key o
 `metrics` are the numbers of the step that the checkpoint ends, finite ones only; not there in one from the middle of
 a step. They are never encrypted: a list of checkpoints shows which is the best, without a key.
 
-`algorithm` is of every checkpoint of our own loop; absent in version 2, where `trained` tells PPO from GRPO.
+`algorithm` is of every checkpoint of our own loop.
 
-A field is added as one that may be absent, and absent it means what manifests meant before. A field, or a value of a
-closed one, also raises FORMAT_VERSION and stays readable from READ_VERSIONS: older code refuses what it does not know,
-and without another version it would take the checkpoint for a damaged one and set it aside.
+A field that is added, or a value of a closed one, raises FORMAT_VERSION: code of another version refuses what it does
+not know, and without another version it would take the checkpoint for a damaged one and set it aside.
 
 Where a key is set, `encryption` says how the files are sealed (`encryption.py`), and `hmac` signs what
 `digest` is of (`signature.py`); elsewhere neither is there.
@@ -94,7 +93,6 @@ import msgspec
 from verl_slurm.base import bounded
 
 FORMAT_VERSION = 3
-READ_VERSIONS = (2, FORMAT_VERSION)
 CHUNK_BYTES = 4 << 20
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = "schema_version.json"
@@ -199,7 +197,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     trained: _Roles | msgspec.UnsetType = msgspec.UNSET
     """The models that its run trains. Absent: actor and critic."""
     algorithm: Algorithm | msgspec.UnsetType = msgspec.UNSET
-    """The algorithm that its run trains with. Absent: a guest's; or, in version 2, the one that trains these models."""
+    """The algorithm that its run trains with. Absent: a guest's."""
     frozen: Annotated[dict[_Text, _Text], msgspec.Meta(max_length=64)] = {}
     """Digest of each model that does not train (reference, reward), by role."""
     created_utc: _Text
@@ -252,14 +250,14 @@ def path_problem(path: str) -> str | None:
     return None
 
 
-def sealed_chunks(plain_size: int, chunk_bytes: int = SEALED_CHUNK_BYTES) -> int:
+def sealed_chunks(plain_size: int) -> int:
     """Returns the number of encrypted chunks of a file of `plain_size` bytes; an empty file has one."""
-    return max(1, -(-plain_size // chunk_bytes))
+    return max(1, -(-plain_size // SEALED_CHUNK_BYTES))
 
 
-def sealed_size(plain_size: int, chunk_bytes: int = SEALED_CHUNK_BYTES) -> int:
+def sealed_size(plain_size: int) -> int:
     """Returns the bytes on disk of a file of `plain_size` bytes, encrypted."""
-    return plain_size + TAG_BYTES * sealed_chunks(plain_size, chunk_bytes)
+    return plain_size + TAG_BYTES * sealed_chunks(plain_size)
 
 
 def guest_directory(guest: Guest, step: int) -> str:

@@ -3,14 +3,14 @@
 ```
 actor/index.json       {"format": 1, "tensors": {NAME: {"dtype": "float32", "shape": [64, 32], "pieces": [PIECE, ...]}}}
       PIECE            {"file": "rank_0000.bin", "at": 4096, "offset": [0, 0], "shape": [32, 32]}
-      PIECE, format 2  {"file": "rank_0003.bin", "at": 0, "offset": [0, 0], "shape": [2, 32], "count": 32, "every": 8}
+      a run            {"file": "rank_0003.bin", "at": 0, "offset": [0, 0], "shape": [2, 32], "count": 32, "every": 8}
 actor/rank_0000.bin    the pieces that rank 0 wrote, one after the other
 ```
 
-Format 2 has runs: a PIECE with a `count` stands for so many of one shape, each at `at` in its file. The next one lies
-in the file of the rank that is `every` higher (1 if absent), and begins where the one before it ends along `axis` (0
-if absent). So an index is as long for 10,000 ranks as for a hundred. It is of format 1, which older releases read, if
-it has no run: runs of fewer than SHORTEST_RUN pieces are written piece by piece.
+A PIECE with a `count` is a run: it stands for so many of one shape, each at `at` in its file. The next one lies in the
+file of the rank that is `every` higher (1 if absent), and begins where the one before it ends along `axis` (0 if
+absent). So an index is as long for 10,000 ranks as for a hundred. Runs of fewer than SHORTEST_RUN pieces are written
+piece by piece.
 
 A piece is a box of a tensor: `offset` and `shape` have its number of dimensions (none for a scalar). Its elements lie
 at `at` in the file, row by row (C order), little-endian, without gaps. Every element of a tensor is in exactly one
@@ -24,7 +24,7 @@ and no part is believed before the manifest's digests were checked.
 import math
 import re
 from collections.abc import Iterator
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 import msgspec
 
@@ -37,7 +37,6 @@ PIECE_ALIGNMENT = 64
 FILE_ALIGNMENT = 4096
 MAX_INDEX_BYTES = bounded.INDEX.num_bytes
 SHORTEST_RUN = 16
-_FORMAT, _FORMAT_WITH_RUNS = 1, 2
 # ASCII: without it `\d` matches the digits of all scripts.
 _FILE = re.compile(r"rank_\d{4,}\.bin", re.ASCII)
 
@@ -136,13 +135,7 @@ class TensorIndex(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Lists all tensors of a domain."""
 
     tensors: dict[str, TensorEntry]
-    format: int = _FORMAT
-
-    @classmethod
-    def of(cls, tensors: dict[str, TensorEntry]) -> Self:
-        """Returns the index of these, of the oldest format that can say it."""
-        runs = any(piece.count > 1 for entry in tensors.values() for piece in entry.pieces)
-        return cls(tensors=tensors, format=_FORMAT_WITH_RUNS if runs else _FORMAT)
+    format: Literal[1] = 1
 
 
 def tensor_file(rank: int) -> str:
@@ -171,10 +164,6 @@ def parse_index(data: bytes, *, where: object, limit: bounded.Limit = bounded.IN
         # An index in our own rendering has no key twice; the search for doubled keys takes as long as all the rest.
         if render_index(index) != data:
             bounded.refuse_doubled_keys(data)
-        if index.format not in (_FORMAT, _FORMAT_WITH_RUNS):
-            raise ValueError(f"format {index.format}, this code reads {_FORMAT} and {_FORMAT_WITH_RUNS}")
-        if index.format < TensorIndex.of(index.tensors).format:
-            raise ValueError(f"runs in format {index.format}")
         for name, entry in index.tensors.items():
             _check(name, entry)
     except (ValueError, RecursionError, OverflowError, msgspec.MsgspecError) as error:

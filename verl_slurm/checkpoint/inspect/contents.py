@@ -1,4 +1,4 @@
-"""Reads the small files of a checkpoint, each checked against its manifest first; reads no tensors."""
+"""Reads the small files of a checkpoint for a look at it; reads no tensors."""
 
 import errno
 from pathlib import Path
@@ -9,140 +9,84 @@ import msgspec
 from verl_slurm.base import bounded
 from verl_slurm.base.errors import CheckpointCorrupt, NotFound, PermissionRefused
 from verl_slurm.base.keys import Keyring
-from verl_slurm.checkpoint.format.encryption import CheckpointCipher
 from verl_slurm.checkpoint.format.specification import (
     GUEST_FILES,
     MANIFEST,
-    REQUIRED_DIRECTORIES,
     FileEntry,
-    Manifest,
 )
 from verl_slurm.checkpoint.format.tensor_index import INDEX, TensorIndex, parse_index
-from verl_slurm.checkpoint.store.reader import read_range, read_small
-from verl_slurm.checkpoint.store.verify import read_manifest
+from verl_slurm.checkpoint.store.reader import CheckpointReader, limit_of
 from verl_slurm.config import strict_yaml
 
-_JSON = {
-    "metadata.json": bounded.RECORD,
-    "orchestration.json": bounded.DATA_FILES,
-    "scheduler.json": bounded.SMALL,
-}
 
+class Look(CheckpointReader):
+    """Reads a checkpoint for a person: an error of the storage is one line that tells what to do.
 
-def known_manifest(directory: Path, keys: Keyring | None = None) -> Manifest:
-    """Returns the verified manifest of a checkpoint, or one line that tells why it is not verified.
-
-    Args:
-        keys: where given, it must be signed with one of them.
+    Not `verify`: reading every byte would take minutes and prove more than was asked. Each file that is shown is
+    checked by itself.
 
     Raises:
         NotFound: there is no checkpoint.
-        CheckpointCorrupt, SchemaMismatch: see `verify.read_manifest`.
         PermissionRefused: it may not be read.
-        KeyRefused: it is not signed with one of our keys.
+        CheckpointCorrupt, SchemaMismatch, KeyRefused: see `CheckpointReader`.
     """
-    try:
-        # Not `verify`: for a look reading every byte would take minutes and prove more than was asked. Each file that
-        # is shown is checked by itself.
-        return read_manifest(directory, keys=keys)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EPERM):
-            raise _closed(directory) from error
-        raise NotFound(
-            "no whole checkpoint there",
-            where=directory,
-            found=f"{MANIFEST}: {error.strerror}",
-            remedy="`verl-slurm list RUN` lists those of a run",
-        ) from error
 
+    def __init__(self, directory: Path, keys: Keyring | None = None) -> None:
+        try:
+            super().__init__(directory, keys)
+        except OSError as error:
+            raise _closed(directory, error) or NotFound(
+                "no whole checkpoint there",
+                where=directory,
+                found=f"{MANIFEST}: {error.strerror}",
+                remedy="`verl-slurm list RUN` lists those of a run",
+            ) from error
 
-def read_file(
-    directory: Path, manifest: Manifest, path: str, keys: Keyring | None = None, *, head: int | None = None
-) -> bytes:
-    """Returns one file's content as committed, decrypted.
+    def read(self, path: str, *, head: int | None = None) -> bytes:
+        """As `CheckpointReader.read`; PermissionRefused if it may not be read, and CheckpointCorrupt if it is gone."""
+        try:
+            return super().read(path, head=head)
+        except OSError as error:
+            where = self.directory / path
+            raise _closed(where, error) or _bad(
+                where, error.strerror or error, "the file that was committed"
+            ) from error
 
-    Args:
-        path: as the manifest names it.
-        keys: to decrypt with.
-        head: read this many bytes from its start.
+    def indexes(self) -> dict[str, TensorIndex | FileEntry]:
+        """Maps each domain of the checkpoint to its tensors; errors as `read`.
 
-    Raises:
-        CheckpointCorrupt: the manifest does not name it, or it is missing, of another size or digest, or larger than a
-            file of its kind may be.
-        PermissionRefused: it may not be read.
-        KeyRefused: it is encrypted, and there is no key or another one.
-    """
-    where = directory / path
-    entry = entry_named(manifest, path)
-    if entry is None:
-        raise _bad(where, "not in the manifest", "a part of every checkpoint")
-    # PLAIN_FILES of an encrypted checkpoint are readable without a key.
-    sealed = not isinstance(entry.plain_size, msgspec.UnsetType)
-    cipher = CheckpointCipher.of(manifest, keys, where=directory) if sealed else None
-    try:
-        if head is not None:
-            return read_range(directory, entry, cipher, 0, head)
-        return read_small(directory, entry, cipher)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EPERM):
-            raise _closed(where) from error
-        raise _bad(where, error.strerror or error, "the file that was committed") from error
-    # `TooMuch` is one of these: larger than its kind may be.
-    except ValueError as error:
-        raise _bad(where, error, "the file that was committed") from error
-
-
-def entry_named(manifest: Manifest, path: str) -> FileEntry | None:
-    """Returns the manifest's entry of that path."""
-    return next((entry for entry in manifest.files if entry.path == path), None)
-
-
-def read_indexes(
-    directory: Path, manifest: Manifest, keys: Keyring | None = None
-) -> dict[str, TensorIndex | FileEntry]:
-    """Maps each domain of the checkpoint to its tensors; errors as `read_file`.
-
-    An index that is too large for a look (`bounded.SHOWN_INDEX`) is represented by its entry in the manifest.
-    """
-    if manifest.guest is not msgspec.UNSET:
-        return {}  # under any directory names
-    found: dict[str, TensorIndex | FileEntry] = {}
-    for domain in REQUIRED_DIRECTORIES:
-        path = f"{domain}/{INDEX}"
-        entry = entry_named(manifest, path)
-        if entry is None:
-            continue
+        An index that is too large for a look (`bounded.SHOWN_INDEX`) is represented by its entry in the manifest.
+        """
+        entries = {domain: self.entries.get(f"{domain}/{INDEX}") for domain in self.manifest.domains}
         # By the manifest's size, before a byte is read. A load reads larger ones.
-        if entry.size > bounded.SHOWN_INDEX.num_bytes:
-            found[domain] = entry
-            continue
-        data = read_file(directory, manifest, path, keys)
-        found[domain] = parse_index(data, where=directory / path, limit=bounded.SHOWN_INDEX)
-    return found
+        limit = bounded.SHOWN_INDEX
+        return {
+            domain: entry
+            if entry.size > limit.num_bytes
+            else parse_index(self.read(entry.path), where=self.directory / entry.path, limit=limit)
+            for domain, entry in entries.items()
+            if entry is not None
+        }
 
+    def json(self, path: str) -> dict[str, Any]:
+        """Returns one of the JSON files as a map. Errors as `read`, and CheckpointCorrupt if it is no JSON map. Empty
+        if a guest's checkpoint has no such file."""
+        if self.manifest.guest is not msgspec.UNSET and path not in GUEST_FILES:
+            return {}
+        try:
+            return bounded.decode_json(self.read(path), dict[str, Any], limit_of(path))
+        except (ValueError, RecursionError) as error:
+            raise _bad(self.directory / path, error, "JSON") from error
 
-def read_json(directory: Path, manifest: Manifest, path: str, keys: Keyring | None = None) -> dict[str, Any]:
-    """Returns one of the JSON files as a map. Errors as `read_file`, and CheckpointCorrupt if it is no JSON map. Empty
-    if a guest's checkpoint has no such file."""
-    if manifest.guest is not msgspec.UNSET and path not in GUEST_FILES:
-        return {}
-    data = read_file(directory, manifest, path, keys)
-    try:
-        return bounded.decode_json(data, dict[str, Any], _JSON[path])
-    except (ValueError, RecursionError) as error:
-        raise _bad(directory / path, error, "JSON") from error
+    def config(self) -> dict[str, object]:
+        """Returns config.yaml by dotted key, as written; keys of other versions are accepted.
 
-
-def read_config(directory: Path, manifest: Manifest, keys: Keyring | None = None) -> dict[str, object]:
-    """Returns config.yaml by dotted key, as written; keys of other versions are accepted.
-
-    Raises:
-        CheckpointCorrupt: see `read_file`.
-        ConfigError: it is outside our subset of YAML.
-    """
-    raw = read_file(directory, manifest, "config.yaml", keys)
-    # Parsed, not checked against the schema: one of another version may have other keys and is shown all the same.
-    return flat(strict_yaml.parse(raw, str(directory / "config.yaml")).data)
+        Raises:
+            CheckpointCorrupt: see `read`.
+            ConfigError: it is outside our subset of YAML.
+        """
+        # Parsed, not checked against the schema: one of another version may have other keys and is shown all the same.
+        return flat(strict_yaml.parse(self.read("config.yaml"), str(self.directory / "config.yaml")).data)
 
 
 def flat(value: object, prefix: str = "") -> dict[str, object]:
@@ -156,7 +100,9 @@ def flat(value: object, prefix: str = "") -> dict[str, object]:
     return merged
 
 
-def _closed(where: object) -> PermissionRefused:
+def _closed(where: object, error: OSError) -> PermissionRefused | None:
+    if error.errno not in (errno.EACCES, errno.EPERM):
+        return None
     return PermissionRefused("the checkpoint may not be read", where=where, remedy="ask its owner")
 
 

@@ -17,13 +17,7 @@ from verl_slurm.base.keys import Keyring
 from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, FileEntry, Manifest
 from verl_slurm.checkpoint.format.state_schema import current_schema, parse_schema
 from verl_slurm.checkpoint.format.tensor_index import TensorIndex
-from verl_slurm.checkpoint.inspect.contents import (
-    known_manifest,
-    read_config,
-    read_file,
-    read_indexes,
-    read_json,
-)
+from verl_slurm.checkpoint.inspect.contents import Look
 from verl_slurm.runtime_state.format import RUNTIME_STATE_FILE
 
 _TAIL = 32
@@ -43,13 +37,14 @@ def describe(directory: Path, keys: Keyring | None = None) -> dict[str, Any]:
         PermissionRefused: we may not read it.
         KeyRefused: it needs a key that is missing.
     """
-    manifest = known_manifest(directory, keys)
-    metadata = read_json(directory, manifest, "metadata.json", keys)
-    orchestration = read_json(directory, manifest, "orchestration.json", keys)
-    schema = parse_schema(read_file(directory, manifest, SCHEMA_VERSION), where=directory / SCHEMA_VERSION)
-    config = read_config(directory, manifest, keys)
-    indexes = read_indexes(directory, manifest, keys)
-    states = _runtime_states(directory, manifest, keys)
+    look = Look(directory, keys)
+    manifest, metadata, orchestration = (
+        look.manifest,
+        look.json("metadata.json"),
+        look.json("orchestration.json"),
+    )
+    schema = parse_schema(look.read(SCHEMA_VERSION), where=directory / SCHEMA_VERSION)
+    config, indexes, states = look.config(), look.indexes(), _runtime_states(look)
     whole = [state for state in states if "problem" not in state]
     history = metadata.get("history")
     return {
@@ -85,7 +80,7 @@ def describe(directory: Path, keys: Keyring | None = None) -> dict[str, Any]:
         "parts": _parts(manifest),
         "domains": [_domain(name, index) for name, index in indexes.items()],
         "tensors": [row for name, index in indexes.items() for row in _tensors(name, index)],
-        "schedulers": read_json(directory, manifest, "scheduler.json", keys),
+        "schedulers": look.json("scheduler.json"),
         "reward": metadata.get("reward"),
         # The states first: metadata.json is for people, and a guest's has no such number.
         "kl_coef": whole[0]["kl_coef"] if whole else metadata.get("kl_coef"),
@@ -157,7 +152,7 @@ def _tensors(domain: str, index: TensorIndex | FileEntry) -> Iterable[dict[str, 
         }
 
 
-def _runtime_states(directory: Path, manifest: Manifest, keys: Keyring | None) -> list[dict[str, Any]]:
+def _runtime_states(look: Look) -> list[dict[str, Any]]:
     """Returns position, queue and buffers of each rank; for a state of another version, why it cannot be read."""
     # They import numpy: only where a state is opened.
     from verl_slurm.runtime_state.codec import peek
@@ -165,14 +160,14 @@ def _runtime_states(directory: Path, manifest: Manifest, keys: Keyring | None) -
 
     found: list[dict[str, Any]] = []
     first: list[float] = []
-    for entry in manifest.files:
+    for entry in look.manifest.files:
         match = RUNTIME_STATE_FILE.fullmatch(entry.path)
         if match is None:
             continue
         # The head alone: 2 MB of arrays may become 2 GB.
-        data = read_file(directory, manifest, entry.path, keys, head=HEAD_BYTES)
+        data = look.read(entry.path, head=HEAD_BYTES)
         try:
-            state, shapes = peek(data, where=directory / entry.path)
+            state, shapes = peek(data, where=look.directory / entry.path)
         except CheckpointCorrupt as error:
             # Its bytes are what was committed: another version wrote them.
             found.append({"rank": int(match[1]), "bytes": entry.size, "problem": error.one_line()})

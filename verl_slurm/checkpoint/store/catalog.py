@@ -2,18 +2,37 @@
 
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
-from verl_slurm.base.errors import VerlSlurmError
+from verl_slurm.base import bounded
+from verl_slurm.base.errors import UNREADABLE, NotFound, VerlSlurmError
+from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.tree import names_in
 from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
-from verl_slurm.checkpoint.format.specification import STAGING_NAME
+from verl_slurm.checkpoint.format.specification import MANIFEST, STAGING_NAME
 from verl_slurm.checkpoint.store.verify import read_manifest
 
+
+class _File(msgspec.Struct):
+    size: int
+
+
+class _Outline(msgspec.Struct):
+    """What a list shows of a manifest."""
+
+    step: int
+    safe_point: int
+    created_utc: str
+    files: list[_File]
+    components: list[str] = []
+
+
+_OUTLINE = msgspec.json.Decoder(_Outline)
 _RANKS = {"committed": 0, "torn": 1, "quarantined": 2, "foreign": 3}
 
 
@@ -50,6 +69,58 @@ def list_checkpoints(paths: RunPaths, *, partial: bool = False) -> list[Checkpoi
     return sorted(infos, key=lambda i: (_RANKS[i.kind], -i.step, -i.safe_point, i.name))
 
 
+def newest_checkpoint(run: Path) -> Path:
+    """Returns the newest committed checkpoint of a run.
+
+    Raises:
+        NotFound: it has none.
+    """
+    committed = [info.path for info in list_checkpoints(RunPaths(run)) if info.kind == "committed"]
+    if not committed:
+        raise NotFound(
+            "the run has no checkpoint yet", where=run, remedy=f"verl-slurm status {shell_word(run)}"
+        )
+    return committed[0].resolve()
+
+
+def newest_listed(paths: RunPaths) -> CheckpointInfo | None:
+    """Returns the newest checkpoint by its name and its manifest's own words, for tools that scan a thousand runs.
+
+    The manifest's digest and paths are not checked, which takes 20 to 50 times as long. So this result alone must not
+    decide what is resumed, copied or dropped. One manifest is read, if that one is good.
+
+    Raises:
+        OSError: the directory of checkpoints cannot be read.
+    """
+    try:
+        names = os.listdir(paths.checkpoints)
+    except FileNotFoundError:
+        return None
+    # By the numbers, since `step_9` and a name without a safe point sort wrongly as text.
+    orders = {name: order for name in names if (order := checkpoint_order(name)) is not None}
+    for name in sorted(orders, key=lambda name: orders[name], reverse=True):
+        path = paths.checkpoints / name
+        try:
+            data = bounded.read_regular(path / MANIFEST, bounded.MANIFEST)
+            # Before it is decoded: small JSON can become a multiple of its size in objects.
+            bounded.check_json(data, bounded.MANIFEST)
+            manifest = _OUTLINE.decode(data)
+        except (OSError, *UNREADABLE):
+            continue
+        # A partial one that was copied here is no state to resume from.
+        if not manifest.components:
+            return CheckpointInfo(
+                kind="committed",
+                name=name,
+                path=path,
+                step=manifest.step,
+                safe_point=manifest.safe_point,
+                created_utc=manifest.created_utc,
+                num_bytes=sum(file.size for file in manifest.files),
+            )
+    return None
+
+
 def _children(paths: RunPaths, directory: Path) -> list[Path]:
     return [directory / name for name in names_in(paths.run, directory)]
 
@@ -71,46 +142,27 @@ def _classify(path: Path, partial: bool) -> CheckpointInfo | None:
     # A prune renames before it removes, and a commit renames its staging directory.
     except FileNotFoundError:
         return None
-    if staged is not None and is_directory:
-        step, safe_point = checkpoint_order(staged[1]) or (-1, -1)
-        return CheckpointInfo(
-            kind="torn",
-            name=path.name,
-            path=path,
-            step=step,
-            safe_point=safe_point,
-            detail="staging directory: being written, or its writer died",
-        )
     # Listed, so that people see what lies there; no decision takes it.
-    if order is None or not is_directory:
+    if not is_directory or (staged is None and order is None):
         return CheckpointInfo(kind="foreign", name=path.name, path=path, detail="not a checkpoint's name")
-    step, safe_point = order
+    step, safe_point = order or (checkpoint_order(staged[1]) if staged else None) or (-1, -1)
+    info = CheckpointInfo(kind="torn", name=path.name, path=path, step=step, safe_point=safe_point)
+    if staged is not None:
+        return replace(info, detail="staging directory: being written, or its writer died")
     try:
         manifest = read_manifest(path)
     # Either it has no manifest that verifies, or it was removed between the listing and this.
     except (OSError, VerlSlurmError) as error:
-        if not os.path.lexists(path):
-            return None
-        return CheckpointInfo(
-            kind="torn", name=path.name, path=path, step=step, safe_point=safe_point, detail=str(error)
-        )
+        return replace(info, detail=str(error)) if os.path.lexists(path) else None
     if bool(manifest.components) != partial:
         # Somebody has put it here. A search for a state to resume from must ignore a partial one.
         detail = f"a partial checkpoint: {', '.join(manifest.components)} only"
-        return CheckpointInfo(
-            kind="foreign",
-            name=path.name,
-            path=path,
-            step=step,
-            safe_point=safe_point,
-            detail="a full checkpoint among partial ones" if partial else detail,
+        return replace(
+            info, kind="foreign", detail="a full checkpoint among partial ones" if partial else detail
         )
-    return CheckpointInfo(
+    return replace(
+        info,
         kind="committed",
-        name=path.name,
-        path=path,
-        step=step,
-        safe_point=safe_point,
         # The manifest keeps the field's former name.
         attempt=manifest.epoch,
         phase=manifest.phase,

@@ -30,7 +30,7 @@ from verl_slurm.base.errors import CheckpointCorrupt
 from verl_slurm.base.tree import open_below
 from verl_slurm.checkpoint.format.encryption import TAG_BYTES, ChunkOpener
 from verl_slurm.checkpoint.format.specification import CHUNK_BYTES, FileEntry
-from verl_slurm.checkpoint.hashing import FEWEST, LANES, Hasher, reading_hasher
+from verl_slurm.checkpoint.hashing import FEWEST, LANES, Hasher, hashlib_of, process_hasher
 
 _HUGE_PAGE = 2 << 20
 
@@ -170,26 +170,14 @@ def read_checked(
         on_problem: called with the path and its fault, or the error; from any thread, one at a time.
         from_medium: bypass the page cache where possible.
         bytes_per_s: one thread, which pauses so as to read no faster; None: no limit.
-        hasher: default: `reading_hasher`.
+        hasher: default: the process's for a reading.
     """
     # Two per core: the disk has work while the cores have (on 2 cores 1.14 × a plain read; one per core: 1.81 ×).
     threads = 1 if bytes_per_s else threads or 2 * num_threads()
     if hasher is None:
         few = sum(reading.entry.size for reading in readings) < FEWEST * CHUNK_BYTES
-        hasher = Hasher() if few else reading_hasher()
-    # `settled` may run the work twice. hashlib has agreed to each of these faults, so they stand.
-    bad: set[str] = set()
-
-    def say(path: str, what: "str | OSError") -> None:
-        bad.add(path)
-        on_problem(path, what)
-
-    def read() -> int:
-        left = [reading for reading in readings if reading.entry.path not in bad]
-        return _Work(root, left, threads, say, from_medium, bytes_per_s, hasher).on_threads()
-
-    # If digests turn out to differ from hashlib's, all that was found right is read and checked once more.
-    return hasher.settled(read)
+        hasher = Hasher() if few else process_hasher(reading=True)
+    return _Work(root, readings, threads, on_problem, from_medium, bytes_per_s, hasher).on_threads()
 
 
 class _Work:
@@ -213,7 +201,6 @@ class _Work:
         self._queue = self._jobs(sorted(readings, key=lambda reading: -reading.entry.size))
         self._waiting: list[_Chunk] = []
         self._at_once = hasher.at_once
-        self._batches = itertools.count()
         # Two batches can be hashed while every thread reads. More than LANES - 1 buffers are needed, or all threads
         # could wait in vain.
         self._buffers: queue.LifoQueue[_Buffer | None] = queue.LifoQueue()
@@ -345,7 +332,7 @@ class _Work:
                 self._open_chunk(good[0], good[0].file.reading.opener)
                 return
             pieces = [chunk.buffer.view[: chunk.length] for chunk in good]
-            digests = self._hasher.digests(pieces, next(self._batches))
+            digests = self._hasher.digests(pieces)
             for chunk, piece, digest in zip(good, pieces, digests, strict=True):
                 self._compare(chunk, piece, digest)
         finally:
@@ -357,7 +344,7 @@ class _Work:
         expected = chunk.file.expected(chunk.number)
         if digest.hex() != expected:
             # A wrong digest of the fast hasher must condemn no good chunk.
-            digest = self._hasher.again(piece, digest)
+            digest = hashlib_of(piece, digest)
         if digest.hex() == expected:
             self._hand_out(chunk, chunk.buffer.address)
             return

@@ -8,21 +8,27 @@ any size takes no disk.
 """
 
 import ctypes
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import msgspec
 
 from verl_slurm.base import bounded
-from verl_slurm.base.bounded import Limit, TooMuch
+from verl_slurm.base.bounded import Limit
 from verl_slurm.base.errors import CheckpointCorrupt
 from verl_slurm.base.keys import Keyring
-from verl_slurm.base.tree import open_below, open_directory
+from verl_slurm.base.tree import open_directory
 from verl_slurm.checkpoint.format.encryption import CheckpointCipher
-from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, FileEntry, sealed_size
-from verl_slurm.checkpoint.format.tensor_index import INDEX
-from verl_slurm.checkpoint.store.chunks import Reading, Wanted, entry_of, read_checked
+from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, FileEntry
+from verl_slurm.checkpoint.format.tensor_index import (
+    DTYPE_BYTES,
+    INDEX,
+    TensorIndex,
+    parse_index,
+    tensor_file,
+)
+from verl_slurm.checkpoint.store.chunks import Reading, Wanted, read_checked
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.runtime_state.format import MAX_CONTENT_BYTES
 
@@ -40,7 +46,7 @@ _WINDOW_BYTES = 16 << 20
 
 
 class CheckpointReader:
-    """Reads a checkpoint that `verify` found whole.
+    """Reads a checkpoint. Of one that `verify` found whole, all that it reads was committed.
 
     Args:
         keys: if some are configured; None opens what is not encrypted.
@@ -48,6 +54,7 @@ class CheckpointReader:
     Attributes:
         directory: as given.
         manifest: authentic if keys are given.
+        entries: its files by path.
 
     Raises:
         OSError, SchemaMismatch, CheckpointCorrupt: `read_manifest`.
@@ -59,22 +66,26 @@ class CheckpointReader:
         self.manifest = read_manifest(directory, keys=keys)
         # Fails here, at the manifest, and not at the first file, if the key is missing.
         self._cipher = CheckpointCipher.of(self.manifest, keys, where=directory)
-        self._entries = {entry.path: entry for entry in self.manifest.files}
+        self.entries = {entry.path: entry for entry in self.manifest.files}
 
-    def read(self, path: str) -> bytes:
-        """Returns a whole file decrypted. For small files: tensors are read by `reading`.
+    def read(self, path: str, *, head: int | None = None) -> bytes:
+        """Returns a file decrypted. For small files: tensors are read by `fill`.
+
+        Args:
+            head: so many bytes from its start; None: the whole file.
 
         Raises:
             OSError: the storage did not deliver it.
             CheckpointCorrupt: it is not what was committed, or larger than its kind may be.
         """
-        entry = self._entries.get(path)
-        try:
-            if entry is None:
-                raise ValueError("not in the manifest")
-            return read_small(self.directory, entry, self._cipher)
-        except ValueError as error:
-            raise _not_committed(self.directory / path, error) from None
+        entry = self.entries.get(path)
+        if entry is None:
+            raise _not_committed(self.directory / path, "not in the manifest")
+        limit = limit_of(path).num_bytes
+        # By the manifest's size, before anything is opened.
+        if head is None and _plain_size(entry) > limit:
+            raise _not_committed(self.directory / path, f"{entry.size} bytes, at most {limit}")
+        return self._range(entry, 0, _plain_size(entry) if head is None else head)
 
     def window(self, path: str) -> Callable[[int, int], memoryview]:
         """Returns a function that reads parts of a file decrypted, one after the other: offset and size → bytes.
@@ -82,98 +93,125 @@ class CheckpointReader:
         For a file that may be large it holds some MB, every chunk checked. The function raises CheckpointCorrupt and
         OSError.
         """
-        entry = self._entries[path]
+        entry = self.entries[path]
         start, held = 0, memoryview(b"")
 
         def read(at: int, size: int) -> memoryview:
             nonlocal start, held
             # Readers go forward, so the window moves on and each chunk is checked about once.
             if not start <= at <= at + size <= start + len(held):
-                try:
-                    data = read_range(self.directory, entry, self._cipher, at, max(size, _WINDOW_BYTES))
-                except ValueError as error:
-                    raise _not_committed(self.directory / path, error) from None
-                start, held = at, memoryview(data)
+                start, held = at, memoryview(self._range(entry, at, max(size, _WINDOW_BYTES)))
             return held[at - start : at - start + size]
 
         return read
 
     def plain_size(self, path: str) -> int:
         """Returns the bytes of a file before encryption; -1 if there is no such file."""
-        entry = self._entries.get(path)
+        entry = self.entries.get(path)
         return -1 if entry is None else _plain_size(entry)
 
-    def reading(self, path: str, wanted: Sequence[Wanted]) -> Reading:
-        """Builds a request for `chunks.read_checked`: these ranges of an existing file."""
-        entry = self._entries[path]
-        # PLAIN_FILES of an encrypted checkpoint have no tags.
-        sealed = self._cipher is not None and _is_sealed(entry)
-        return Reading(entry, wanted, self._cipher.opener(entry) if sealed and self._cipher else None)
+    def index(self, domain: str) -> TensorIndex:
+        """Returns which tensors a domain holds and where.
+
+        Raises:
+            CheckpointCorrupt: it is not what was committed, or its tensors do not fit the files.
+        """
+        where = self.directory / domain / INDEX
+        index = parse_index(self.read(f"{domain}/{INDEX}"), where=where)
+        # Most runs lie in the same files, which are looked up once.
+        runs: dict[tuple[str, range], int] = {}
+        for entry in index.tensors.values():
+            for piece in entry.pieces:
+                place = (piece.file, piece.ranks if piece.count > 1 else range(1))
+                runs[place] = runs.get(place, 0) + piece.numel * DTYPE_BYTES[entry.dtype]
+        claimed: dict[str, int] = {}
+        for (first, those), num_bytes in runs.items():
+            for file in [first] if len(those) == 1 else map(tensor_file, those):
+                claimed[file] = claimed.get(file, 0) + num_bytes
+        for file, num_bytes in claimed.items():
+            # Pieces that share their bytes would let a small file stand for any number of large tensors.
+            if num_bytes > max(0, self.plain_size(f"{domain}/{file}")):
+                raise _not_committed(
+                    where, f"pieces of {num_bytes} bytes in {file}", "the file that they lie in"
+                )
+        return index
+
+    def fill(self, wanted: Mapping[str, Sequence[Wanted]], near: Path | None = None) -> None:
+        """Reads ranges of files to their places in memory, every chunk that they touch checked.
+
+        Args:
+            wanted: by path, in any order. The caller keeps their memory alive.
+            near: where some of the files may be, too, on this node's own disk. They are read there first.
+
+        Raises:
+            CheckpointCorrupt: a file is not what was committed, or has no such bytes.
+            OSError: the storage did not give it.
+        """
+        readings = []
+        for path, ranges in wanted.items():
+            ordered = sorted(ranges, key=lambda w: w.offset)
+            # Before the read: the index is the writer's word, and the reader copies to raw addresses.
+            if ordered[-1].offset + ordered[-1].length > self.plain_size(path):
+                raise _not_committed(self.directory / path, "no such bytes", "the file that the index names")
+            entry = self.entries[path]
+            # PLAIN_FILES of an encrypted checkpoint have no tags.
+            opener = self._cipher.opener(entry) if self._cipher is not None and _is_sealed(entry) else None
+            readings.append(Reading(entry, ordered, opener))
+        problems: list[tuple[str, str | OSError]] = []
+        with ExitStack() as opened:
+            places = [opened.enter_context(open_directory(self.directory))]
+            if near is not None:
+                with suppress(OSError, CheckpointCorrupt):  # this node has none of it
+                    places.insert(0, opened.enter_context(open_directory(near)))
+            for place in places:
+                # Whatever is wrong with a nearer copy, the next place may have the right bytes.
+                problems.clear()
+                read_checked(place, readings, on_problem=lambda path, what: problems.append((path, what)))
+                bad = {path for path, _ in problems}
+                readings = [reading for reading in readings if reading.entry.path in bad]
+        self._require_none(problems)
+
+    def _range(self, entry: FileEntry, start: int, most: int) -> bytes:
+        """Returns at most `most` decrypted bytes from `start` on; checks the chunks that contain them."""
+        data = bytearray(max(0, min(most, _plain_size(entry) - start)))
+        # `read_checked` copies to addresses, as tensors need; `data` must not be resized while it does.
+        place = ctypes.addressof(ctypes.c_char.from_buffer(data)) if data else 0
+        # Nothing wanted: then all chunks are checked by their digests, which takes no key.
+        sealed = data and self._cipher is not None and _is_sealed(entry)
+        wanted = [Wanted(start, len(data), place)] if data else None
+        problems: list[tuple[str, str | OSError]] = []
+        with open_directory(self.directory) as root:
+            read_checked(
+                root,
+                [Reading(entry, wanted, self._cipher.opener(entry) if sealed and self._cipher else None)],
+                # A few chunks: starting threads costs more. Through the page cache, which serves the next window.
+                threads=1,
+                on_problem=lambda path, what: problems.append((path, what)),
+                from_medium=False,
+            )
+        self._require_none(problems)
+        return bytes(data)
+
+    def _require_none(self, problems: Sequence[tuple[str, str | OSError]]) -> None:
+        for path, what in problems:
+            # Storage that fails now says nothing about the checkpoint: it is not called corrupt.
+            if isinstance(what, OSError):
+                raise what
+            raise _not_committed(self.directory / path, what)
 
 
-def read_small(directory: Path, entry: FileEntry, cipher: CheckpointCipher | None) -> bytes:
-    """Returns a whole file decrypted, within the limit of its kind.
-
-    Raises:
-        OSError: the storage did not deliver it.
-        ValueError: it is not what was committed, or larger than its kind may be.
-        CheckpointCorrupt: its tags are not those of what was encrypted.
-    """
-    limit = _LIMITS.get(entry.path.rsplit("/", 1)[-1], _RUNTIME_STATE)
-    # By the manifest's size, before anything is opened.
-    if _plain_size(entry) > limit.num_bytes:
-        raise TooMuch(f"{entry.size} bytes, at most {limit.num_bytes}")
-    with open_directory(directory) as root, open_below(root, entry.path) as fd:
-        size = os.fstat(fd).st_size
-        # Both sizes agree before a byte is read: the manifest's was bounded above.
-        if size != entry.size:
-            raise ValueError(f"{size} bytes, expected {entry.size}")
-        data = bounded.read_fd(fd, Limit(num_bytes=sealed_size(limit.num_bytes)))
-    # Digest, size and chunk digests at once. Encrypted bytes are hashed as they lie there; the tags are checked by
-    # `open`.
-    if msgspec.structs.replace(entry_of(entry.path, data), plain_size=entry.plain_size) != entry:
-        raise ValueError("another SHA-256")
-    return data if cipher is None or not _is_sealed(entry) else cipher.open(entry, data)
+def limit_of(path: str) -> Limit:
+    """Returns the limit of a file that is read whole."""
+    return _LIMITS.get(path.rsplit("/", 1)[-1], _RUNTIME_STATE)
 
 
-def read_range(
-    directory: Path, entry: FileEntry, cipher: CheckpointCipher | None, start: int, most: int
-) -> bytes:
-    """Returns at most `most` decrypted bytes from `start` on; checks the chunks that contain them.
-
-    Raises:
-        OSError: the storage did not deliver it.
-        ValueError: it is not what was committed.
-    """
-    data = bytearray(max(0, min(most, _plain_size(entry) - start)))
-    # `read_checked` copies to addresses, as tensors need; `data` must not be resized while it does.
-    place = ctypes.addressof(ctypes.c_char.from_buffer(data)) if data else 0
-    # Nothing wanted: then all chunks are checked by their digests, which takes no key.
-    opener = cipher.opener(entry) if data and cipher is not None and _is_sealed(entry) else None
-    wanted = [Wanted(start, len(data), place)] if data else None
-    problems: list[str | OSError] = []
-    with open_directory(directory) as root:
-        read_checked(
-            root,
-            [Reading(entry, wanted, opener)],
-            # A few chunks: starting threads costs more. Through the page cache, which serves the next window.
-            threads=1,
-            on_problem=lambda _, what: problems.append(what),
-            from_medium=False,
-        )
-    for problem in problems:
-        if isinstance(problem, OSError):
-            raise problem
-        raise ValueError(problem)
-    return bytes(data)
-
-
-def _not_committed(where: Path, found: object) -> CheckpointCorrupt:
+def _not_committed(where: Path, found: object, expected: object = None) -> CheckpointCorrupt:
     return CheckpointCorrupt(
         "a file of the checkpoint is not the one that was committed",
         where=where,
         found=found,
-        remedy="resume from an older checkpoint (verl-slurm list RUN)",
+        expected=expected,
+        remedy="see all of it with `verl-slurm verify`; resume from an older checkpoint (verl-slurm list RUN)",
     )
 
 

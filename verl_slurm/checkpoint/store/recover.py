@@ -16,6 +16,7 @@ from verl_slurm.base.errors import (
 )
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.tree import names_in
 from verl_slurm.checkpoint.decide.restore import decide_resume
 from verl_slurm.checkpoint.format.components import require_full
 from verl_slurm.checkpoint.format.info import Verdict
@@ -26,7 +27,6 @@ from verl_slurm.checkpoint.format.state_schema import (
     current_schema,
     read_schema,
 )
-from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.quarantine import move_to_quarantine
 from verl_slurm.checkpoint.store.verify import verify
 
@@ -98,22 +98,21 @@ def set_aside(paths: RunPaths, name: str, reason: str) -> Path | None:
 
 
 def _auto(paths: RunPaths, move_damaged: bool, verifier: Callable[[Path], Verdict]) -> ResumeChoice:
-    # By manifests alone. Which of them verify is found out one by one, since each costs reading all its bytes.
-    infos = list_checkpoints(paths)
-    by_name = {info.name: info.path for info in infos}
+    # By names alone: a manifest is read when its checkpoint is verified, one by one, since each costs all its bytes.
+    places = {name: paths.checkpoints / name for name in names_in(paths.run, paths.checkpoints)}
+    names = [name for name, path in places.items() if path.is_dir() and not path.is_symlink()]
     verdicts: dict[str, Verdict] = {}
-    decision = decide_resume(infos, verdicts)
+    decision = decide_resume(names, verdicts)
     # The decision is pure and asked again after each verification: the newest good one ends it, and nothing older is
     # read.
     while decision.action == "verify" and decision.name is not None:
-        verdicts[decision.name] = verifier(by_name[decision.name])
-        decision = decide_resume(infos, verdicts)
+        verdicts[decision.name] = verifier(places[decision.name])
+        decision = decide_resume(names, verdicts)
     # Without a manifest that can be read nothing counts them: each move costs several syncs, and a start must not wait
     # for thousands. What a manifest names would be kept as a good one, and goes at once.
-    kinds = {info.name: info.kind for info in infos}
-    stay = [name for name in decision.set_aside if kinds[name] == "torn"][_MOST_MOVED:]
+    stay = [name for name in decision.set_aside if verdicts[name].manifest is None][_MOST_MOVED:]
     moved = [
-        move_to_quarantine(by_name[name], [str(p) for p in verdicts[name].problems])
+        move_to_quarantine(places[name], [str(p) for p in verdicts[name].problems])
         # After the decision, not during it: a `refuse` must know every verdict first.
         for name in decision.set_aside
         if move_damaged and name not in set(stay)
@@ -138,8 +137,8 @@ def _auto(paths: RunPaths, move_damaged: bool, verifier: Callable[[Path], Verdic
     if decision.action == "wait":
         raise _not_readable(verdict)
     if decision.action == "refuse":
-        raise _refusal(by_name[decision.name], verdict)
-    return _use(fresh, by_name[decision.name], verdict)
+        raise _refusal(places[decision.name], verdict)
+    return _use(fresh, places[decision.name], verdict)
 
 
 def _explicit(paths: RunPaths, resume_from: str, verifier: Callable[[Path], Verdict]) -> ResumeChoice:

@@ -11,19 +11,14 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.components import require_own
 from verl_slurm.checkpoint.format.specification import REQUIRED_DIRECTORIES
 from verl_slurm.checkpoint.format.tensor_index import INDEX
-from verl_slurm.checkpoint.inspect.contents import entry_named, known_manifest, read_config
-from verl_slurm.checkpoint.inspect.export import (
-    ExportProgress,
-    Layout,
-    Role,
-    Wish,
-    export as export_checkpoint,
-)
+from verl_slurm.checkpoint.inspect.contents import Look
 from verl_slurm.checkpoint.store.run_config import keys_for
 from verl_slurm.cli.checkpoint.verify_command import one_checkpoint
 from verl_slurm.cli.command_options import PLACE, RUN, command, key_option, option
 from verl_slurm.cli.show import render
+from verl_slurm.config.roles import Role
 from verl_slurm.config.schema import DataConfig, ModelConfig, RunConfig
+from verl_slurm.export.exporting import ExportProgress, Layout, Wish, export as export_checkpoint
 from verl_slurm.submit.checks.model_and_reward import build_builtins, check_names
 
 
@@ -69,13 +64,13 @@ def export(
     Memory: hf needs one shard (5 GB) at a time, the .pt layouts one file (the largest: the optimizer's).
     """
     directory = one_checkpoint(checkpoint, run)
-    keys = keys_for(directory, key_file)
-    manifest = known_manifest(directory, keys)
+    look = Look(directory, keys_for(directory, key_file))
+    manifest = look.manifest
     # A guest's files are its own: there are no tensors in them that we know by name.
     require_own(manifest, directory)
-    config = read_config(directory, manifest, keys)
+    config = look.config()
     # By the manifest: a checkpoint may have been saved without one of its parts.
-    there = {name for name in REQUIRED_DIRECTORIES if entry_named(manifest, f"{name}/{INDEX}")}
+    there = {name for name in REQUIRED_DIRECTORIES if f"{name}/{INDEX}" in look.entries}
     # What the child with torch is told: everything is known and checked before it starts.
     wish = Wish(
         to=to,

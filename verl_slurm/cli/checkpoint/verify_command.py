@@ -7,15 +7,14 @@ from typing import Any
 import click
 import msgspec
 
-from verl_slurm.base.errors import CheckpointCorrupt, KeyRefused, NotFound
+from verl_slurm.base.errors import NotFound
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.keys import Keyring
 from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
-from verl_slurm.checkpoint.inspect.compare import compare, newest_checkpoint
+from verl_slurm.checkpoint.inspect.compare import SUBJECTS, compare, difference
 from verl_slurm.checkpoint.inspect.describe import describe
-from verl_slurm.checkpoint.inspect.difference import SUBJECTS, difference
-from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checkpoint.store.catalog import list_checkpoints, newest_checkpoint
 from verl_slurm.checkpoint.store.frozen import frozen_digests
 from verl_slurm.checkpoint.store.run_config import keys_at_hand, keys_for
 from verl_slurm.checkpoint.store.scrub import ScrubResult, scrub_frozen, scrub_one
@@ -497,12 +496,8 @@ def _differ(a: Path, b: Path, key_file: Path | None, *, as_json: bool) -> bool:
 
 
 def _compare(a: Path, b: Path, key_file: Path | None, *, as_json: bool) -> bool:
-    try:
-        # Both are verified first: damage must not look like a difference.
-        found = compare(a, b, key_file)
-    except (CheckpointCorrupt, KeyRefused) as error:
-        # What the comparing process said is a whole sentence already, with its remedy.
-        raise type(error)(str(error.found or error.what)) from None
+    # Both are verified first: damage must not look like a difference.
+    found = compare(a, b, keys_for(a, key_file), keys_for(b, key_file))
     if as_json:
         render.json_value(msgspec.to_builtins(found) | {"same": found.same})
         return found.same

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 
 from verl_slurm.base.errors import NotFound, VerlSlurmError
 from verl_slurm.base.one_line import counted, shell_word
@@ -445,6 +444,9 @@ def _cost(run: Glance) -> str:
     return f"{span(run.interrupted_s)}{lasts}"
 
 
+_CHECKPOINT = "name step safe_point created_utc num_bytes"
+
+
 def told_facts(run: Glance) -> dict[str, Any]:
     """Returns what the files of a run say, as JSON of `list` and `status` has it."""
     ended = run.word if isinstance(run.word, Ended) else None
@@ -454,7 +456,7 @@ def told_facts(run: Glance) -> dict[str, Any]:
         "cluster": None if run.job is None else run.job.cluster,
         "step": run.step,
         "status": run.status,
-        "checkpoint": msgspec.to_builtins(run.checkpoint),
+        "checkpoint": run.checkpoint and render.picked(run.checkpoint, _CHECKPOINT),
         "lost_checkpoint": run.lost or None,
         "last_cause": story.tell(story.for_people(run.cause)) if run.cause else None,
         # Of the newest job alone: an end is none any more once the run was submitted or started again.

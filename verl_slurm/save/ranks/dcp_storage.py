@@ -24,6 +24,7 @@ from torch.futures import Future
 
 from verl_slurm.base.keys import Keyring
 from verl_slurm.checkpoint.format.tensor_index import Piece
+from verl_slurm.checkpoint.store.reader import CheckpointReader
 from verl_slurm.save.ranks.boxes import Box, overlap
 from verl_slurm.save.ranks.loader import Part, WholeReader, read_parts
 
@@ -41,7 +42,7 @@ class CheckpointReaderForDCP(StorageReader):
     """
 
     def __init__(self, directory: Path | str, domain: str, keys: Keyring | None = None) -> None:
-        self._whole, self._domain = WholeReader(Path(directory), domain, keys), domain
+        self._whole, self._domain = WholeReader(CheckpointReader(Path(directory), keys), domain), domain
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing is kept between two loads."""

@@ -322,7 +322,7 @@ def _index(domain: str, groups: list[_Group], pieces: Mapping[_Name, list[Piece]
         if one.domain == domain and one.name not in tensors:
             mine = tuple(pieces[domain, one.name])
             tensors[one.name] = TensorEntry(dtype=one.dtype, shape=one.whole, pieces=mine)
-    data = render_index(TensorIndex.of(tensors))
+    data = render_index(TensorIndex(tensors=tensors))
     # Every rank has the same index, so all refuse. Without this, checkpoints would verify that nothing can load.
     if len(data) > MAX_INDEX_BYTES:
         raise ConfigError(

@@ -4,8 +4,7 @@ Each rank reads the boxes that it holds, from whatever pieces they were saved in
 checked once more on the way (`checkpoint.store.chunks`). The ranks need no plan in common.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,17 +14,8 @@ from torch import Tensor
 
 from verl_slurm.base.errors import CheckpointCorrupt
 from verl_slurm.base.keys import Keyring
-from verl_slurm.base.tree import open_directory
-from verl_slurm.checkpoint.format.tensor_index import (
-    DTYPE_BYTES,
-    INDEX,
-    Piece,
-    TensorEntry,
-    TensorIndex,
-    parse_index,
-    tensor_file,
-)
-from verl_slurm.checkpoint.store.chunks import Wanted, read_checked
+from verl_slurm.checkpoint.format.tensor_index import Piece, TensorEntry, TensorIndex
+from verl_slurm.checkpoint.store.chunks import Wanted
 from verl_slurm.checkpoint.store.reader import CheckpointReader
 from verl_slurm.runtime_state.codec import decode
 from verl_slurm.runtime_state.format import RuntimeState, runtime_state_name
@@ -37,31 +27,6 @@ from verl_slurm.save.ranks.tensors import Tensors, left_as_it_is
 _BUFFER_BYTES = 512 << 20
 
 
-def load_tensors(
-    directory: Path,
-    domains: Mapping[str, Tensors],
-    ranks: Collective,
-    keys: Keyring | None = None,
-    *,
-    near: Path | None = None,
-) -> None:
-    """Fill the tensors of each domain (`actor`, `critic`, `optimizer`) in place. Collective.
-
-    Args:
-        directory: a checkpoint that `checkpoint.store.verify` found whole.
-        domains: domain → this rank's tensors; those of all ranks are exactly what it must hold.
-        keys: to decrypt with, and to hold the manifest against.
-        near: where this node may have some of its files, on its own disk. They are read there, and checked against
-            the manifest of `directory`; a file that is not there, or is another one, is read from `directory`.
-
-    Raises:
-        KeyRefused: it needs a key that is not there.
-        CheckpointCorrupt: a tensor is missing, left over, or of another shape or type.
-        RanksFailed: reading failed on some rank.
-    """
-    read_tensors(CheckpointReader(directory, keys), domains, ranks, near=near)
-
-
 def read_tensors(
     reader: CheckpointReader,
     domains: Mapping[str, Tensors],
@@ -69,24 +34,26 @@ def read_tensors(
     *,
     near: Path | None = None,
 ) -> None:
-    """As `load_tensors`, where more is read of the checkpoint: each reader parses its manifest."""
+    """Fill the tensors of each domain (`actor`, `critic`, `optimizer`) in place. Collective.
+
+    Args:
+        reader: of a checkpoint that `checkpoint.store.verify` found whole.
+        domains: domain → this rank's tensors; those of all ranks are exactly what it must hold.
+        near: where this node may have some of its files, on its own disk. They are read there, and checked against
+            the manifest; a file that is not there, or is another one, is read from the checkpoint.
+
+    Raises:
+        CheckpointCorrupt: a tensor is missing, left over, or of another shape or type.
+        RanksFailed: reading failed on some rank.
+    """
     # Every rank checks for itself against the same files, so all refuse or none.
-    indexes = {domain: _index(reader, domain) for domain in domains}
+    indexes = {domain: reader.index(domain) for domain in domains}
     _check_names(reader, indexes, domains, ranks)
     for domain, tensors in domains.items():
         _check(reader.directory / domain, indexes[domain], tensors)
     parts = [part for domain in domains for part in _parts(domain, indexes[domain].tensors, domains[domain])]
     # Together: storage may fail for one rank alone, and the others would train on without it.
     ranks.together("reading tensors", lambda: read_parts(reader, parts, near))
-
-
-def read_index(directory: Path, domain: str, keys: Keyring | None = None) -> TensorIndex:
-    """Which tensors a domain holds and where, its bytes checked against the manifest.
-
-    Raises:
-        CheckpointCorrupt: they are not what the manifest says.
-    """
-    return _index(CheckpointReader(directory, keys), domain)
 
 
 def read_whole(
@@ -101,20 +68,19 @@ def read_whole(
         CheckpointCorrupt: it changed since.
         KeyError: it has no such tensor.
     """
-    return WholeReader(directory, domain, keys).read(names)
+    return WholeReader(CheckpointReader(directory, keys), domain).read(names)
 
 
 class WholeReader:
-    """Reads a domain's whole tensors some at a time; index and manifest, which may be large, are parsed once.
+    """Reads a domain's whole tensors some at a time; its index, which may be large, is parsed once.
 
     Raises:
         CheckpointCorrupt: the index is not what the manifest says.
-        KeyRefused: it needs a key that is not there.
     """
 
-    def __init__(self, directory: Path, domain: str, keys: Keyring | None = None) -> None:
-        self.reader, self._domain = CheckpointReader(directory, keys), domain
-        self.index = _index(self.reader, domain)
+    def __init__(self, reader: CheckpointReader, domain: str) -> None:
+        self.reader, self._domain = reader, domain
+        self.index = self.reader.index(domain)
 
     def read(self, names: Collection[str] | None = None) -> Tensors:
         """As `read_whole`."""
@@ -122,7 +88,7 @@ class WholeReader:
         return self.read_entries({name: self.index.tensors[name] for name in wanted})
 
     def read_entries(self, entries: Mapping[str, TensorEntry]) -> Tensors:
-        """Name → tensor, of entries of this index or parts of them (`slabs`); as `read_whole`."""
+        """Name → tensor, of entries of this index or parts of them (`slabs`)."""
         tensors: Tensors = {
             name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
             for name, entry in entries.items()
@@ -131,22 +97,14 @@ class WholeReader:
         return tensors
 
 
-def load_runtime_state(
-    directory: Path, rank: int, world_size: int, keys: Keyring | None = None
-) -> RuntimeState:
+def read_runtime_state(reader: CheckpointReader, rank: int, world_size: int) -> RuntimeState:
     """The runtime state that `rank` of `world_size` saved.
 
     Raises:
         CheckpointCorrupt: it is not what was committed, or belongs to another rank or world size.
-        KeyRefused: it needs a key that is not there.
         OSError: the storage did not give it. It was there when the checkpoint was verified, so this says
             nothing about the checkpoint, not even when the file is not found (a stale view of NFS).
     """
-    return read_runtime_state(CheckpointReader(directory, keys), rank, world_size)
-
-
-def read_runtime_state(reader: CheckpointReader, rank: int, world_size: int) -> RuntimeState:
-    """As `load_runtime_state`, where several files of one checkpoint are read."""
     path = reader.directory / runtime_state_name(rank)
     # Its digest is checked by the reader before a byte of it is decompressed.
     state = decode(reader.read(path.name), where=path)
@@ -226,26 +184,6 @@ class Part:
         return self.target.element_size() * torch.Size(self.overlap.rows).numel()
 
 
-def _index(reader: CheckpointReader, domain: str) -> TensorIndex:
-    where = reader.directory / domain / INDEX
-    index = parse_index(reader.read(f"{domain}/{INDEX}"), where=where)
-    # Most runs lie in the same files, which are looked up once.
-    runs: dict[tuple[str, range], int] = {}
-    for entry in index.tensors.values():
-        for piece in entry.pieces:
-            place = (piece.file, piece.ranks if piece.count > 1 else range(1))
-            runs[place] = runs.get(place, 0) + piece.numel * DTYPE_BYTES[entry.dtype]
-    claimed: dict[str, int] = {}
-    for (first, those), num_bytes in runs.items():
-        for file in [first] if len(those) == 1 else map(tensor_file, those):
-            claimed[file] = claimed.get(file, 0) + num_bytes
-    for file, num_bytes in claimed.items():
-        # Pieces that share their bytes would let a small file stand for any number of large tensors.
-        if num_bytes > max(0, reader.plain_size(f"{domain}/{file}")):
-            raise _unfit(where, f"pieces of {num_bytes} bytes in {file}", "the file that they lie in")
-    return index
-
-
 def _parts(domain: str, entries: Mapping[str, TensorEntry], tensors: Tensors) -> Iterator[Part]:
     for name, tensor in tensors.items():
         local, box = local_part(tensor)
@@ -267,19 +205,14 @@ def read_parts(reader: CheckpointReader, parts: Iterable[Part], near: Path | Non
     """Read these parts into their targets, every chunk that they touch checked.
 
     Args:
-        near: as in `load_tensors`.
+        near: as in `read_tensors`.
 
     Raises:
         CheckpointCorrupt: it changed since it was verified.
         OSError: the storage did not give it.
     """
-    with ExitStack() as opened:
-        places = [opened.enter_context(open_directory(reader.directory))]
-        if near is not None:
-            with suppress(OSError, CheckpointCorrupt):  # this node has none of it
-                places.insert(0, opened.enter_context(open_directory(near)))
-        for batch in _batches(parts):
-            _read_batch(places, reader, batch)
+    for batch in _batches(parts):
+        _read_batch(reader, batch, near)
 
 
 def _batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
@@ -296,13 +229,7 @@ def _batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
         yield batch
 
 
-def _read_batch(places: Sequence[int], reader: CheckpointReader, batch: list[Part]) -> None:
-    """Reads the parts of a batch.
-
-    Args:
-        places: descriptors of the directories that may have the files, the checkpoint itself last.
-    """
-    directory = reader.directory
+def _read_batch(reader: CheckpointReader, batch: list[Part], near: Path | None) -> None:
     wanted: dict[str, list[Wanted]] = {}
     buffers: list[tuple[Part, Tensor]] = []
     for part in batch:
@@ -314,31 +241,7 @@ def _read_batch(places: Sequence[int], reader: CheckpointReader, batch: list[Par
         start = part.piece.at + part.overlap.skip
         # `buffers` and the targets keep this memory alive until the read is over: the reader knows addresses alone.
         wanted.setdefault(part.path, []).append(Wanted(start, part.num_bytes, into.data_ptr()))
-    problems: list[tuple[str, str | OSError]] = []
-    readings = []
-    for path, ranges in wanted.items():
-        # `read_checked` wants them in order.
-        ranges.sort(key=lambda w: w.offset)
-        # Before the read: the index is the writer's word, and the reader copies to raw addresses.
-        if ranges[-1].offset + ranges[-1].length > reader.plain_size(path):
-            raise _unfit(directory / path, "no such bytes", "the file that the index names")
-        readings.append(reader.reading(path, ranges))
-    for place in places:
-        # Whatever is wrong with a nearer copy, the next place may have the right bytes.
-        problems.clear()
-        read_checked(place, readings, on_problem=lambda path, what: problems.append((path, what)))
-        left = {path for path, _ in problems}
-        readings = [reading for reading in readings if reading.entry.path in left]
-    for path, what in problems:
-        # Storage that fails now says nothing about the checkpoint: it is not called corrupt.
-        if isinstance(what, OSError):
-            raise what
-        raise CheckpointCorrupt(
-            "the checkpoint changed after it was verified",
-            where=directory / path,
-            found=what,
-            remedy="resume from an older checkpoint (verl-slurm list RUN)",
-        )
+    reader.fill(wanted, near)
     # After all chunks were checked: a batch that fails leaves these targets as they were.
     with torch.no_grad():
         for part, rows in buffers:

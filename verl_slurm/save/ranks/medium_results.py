@@ -13,7 +13,7 @@ from verl_slurm.base.files import make_private
 from verl_slurm.checkpoint.format.specification import FileEntry
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.save.ranks.pending_save import Medium, MediumResult, PendingSave, problems_of
-from verl_slurm.save.writer.metadata_files import write_small
+from verl_slurm.save.writer.writing import write_small
 
 
 def write_to_medium(

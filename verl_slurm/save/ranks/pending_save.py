@@ -24,7 +24,7 @@ from verl_slurm.checkpoint.store.commit import SavedCheckpoint, StagingDirectory
 from verl_slurm.checkpoint.store.local_copy import LocalPart
 from verl_slurm.config.roles import ROLES, Role
 from verl_slurm.runtime_state.format import RuntimeState
-from verl_slurm.save.writer.metadata_files import SealedFile
+from verl_slurm.save.writer.file_sealing import SealedFile
 from verl_slurm.save.writer.protocol import Sealing, Write, Written
 
 _SLACK = 1.5

@@ -50,7 +50,7 @@ from verl_slurm.save.ranks.pending_save import (
 from verl_slurm.save.ranks.second_copy import NodeCopies
 from verl_slurm.save.ranks.staging import Staging
 from verl_slurm.save.ranks.tensors import Tensors
-from verl_slurm.save.writer.metadata_files import begin_sealing, cipher_for, seal_small
+from verl_slurm.save.writer.file_sealing import begin_sealing, cipher_for, seal_small
 from verl_slurm.save.writer.protocol import Sealing, Write
 
 _PATIENCE_S = 1.0
@@ -213,9 +213,6 @@ class CheckpointSaver:
             files=tuple(file for file in self._staging.layout.files if save.takes(file.path)),
             directories=tuple(str(directory) for directory in save.directories.values()),
             sealing=plan.sealing,
-            # Before a stop the process lets the faster medium run ahead instead of keeping both at the slower one's
-            # pace.
-            hurry=save.on_kept is not None,
         )
 
     def _write_and_commit(self, save: PendingSave, plan: SavePlan) -> SavedCheckpoint:

@@ -1,35 +1,76 @@
-"""The arena's bytes, encrypted while they are written: a stream of sealed chunks that every medium reads.
+"""Encryption of a save: the arena's bytes on their way to each medium, and a rank's small files.
 
-Chunks are sealed once, into a ring of buffers, hashed there, and written from there to all directories: a
-nonce is used once however many media there are (`checkpoint.format.encryption`, section 4), the arena stays as it
-is, and no plaintext leaves it. The price: a faster medium waits for the slower one, once it is a ring ahead.
-
-But not for ever, or storage that hangs would hold up the other medium. Who keeps a faster reader waiting for longer
-than `patience` is left behind: what it needs is in the ring no more, and it copies the sealed bytes from the file
-that the faster one has written, checked against their digests, until it has caught up.
-
-Threads: sealers take the chunks in order; a buffer is used again when every reader that was not left behind is past
-it. A reader that gives up is waited for no longer.
+Each medium has a ring of buffers of its own, into which the arena is sealed for it: so none waits for another, whatever
+its storage does, and no plaintext leaves the arena. To seal a chunk once more costs a ninth of hashing it. The result
+must be the same: a chunk whose tag differs from its first one is refused (`ChunkSealer.seal_into`), so a nonce serves
+for one text however many media there are. The digests are taken once.
 """
 
-import errno
 import hashlib
 import mmap
-import os
-import threading
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import msgspec
 
 from verl_slurm.base.errors import KeyRefused
-from verl_slurm.base.keys import MasterKey
+from verl_slurm.base.keys import Keyring, MasterKey
 from verl_slurm.checkpoint.format.encryption import TAG_BYTES, CheckpointCipher, ChunkSealer
-from verl_slurm.checkpoint.format.specification import CHUNK_BYTES, FileEntry
-from verl_slurm.checkpoint.store.chunks import make_entry
+from verl_slurm.checkpoint.format.specification import CHUNK_BYTES, PLAIN_FILES, FileEntry, sealed_size
+from verl_slurm.checkpoint.store.chunks import entry_of, make_entry
 from verl_slurm.save.writer.protocol import ArenaFile, Sealing
 
-RING_CHUNKS = 16
-PATIENCE_S = 2.0
-"""Storage that takes longer for one chunk than this stands still, or might as well."""
+RING_CHUNKS = 8
 _ALIGNMENT = 4096
+SealedFile = tuple[FileEntry, bytes]
+"""A file as it will lie on disk, encrypted where a key is configured, and its entry of the manifest."""
+
+
+def begin_sealing(keys: Keyring | None, name: str) -> Sealing | None:
+    """How a new save of `name` is encrypted: with a salt of its own. None without a key.
+
+    Runs on rank 0.
+    """
+    if keys is None:
+        return None
+    return Sealing(name=name, encryption=CheckpointCipher.begin(keys.current, name).record)
+
+
+def cipher_for(keys: Keyring | None, sealing: Sealing | None) -> CheckpointCipher | None:
+    """This rank's cipher for what rank 0 began.
+
+    Raises:
+        KeyRefused: this rank has no key and rank 0 has, or the other way round, or another one.
+
+    Runs on every rank.
+    """
+    # Rank 0's choice and this rank's key must agree. A rank without a key would otherwise write plaintext into an
+    # encrypted checkpoint.
+    if keys is None and sealing is None:
+        return None
+    if keys is None or sealing is None:
+        raise KeyRefused(
+            "the ranks do not agree on whether to encrypt",
+            remedy="let every node see the same key (checkpoint.encryption)",
+        )
+    record = sealing.encryption
+    # By the id that rank 0 named: nodes may read different key files, or the file may have been exchanged.
+    return CheckpointCipher(keys.find(record.key_id, where="the key of rank 0"), sealing.name, record)
+
+
+def seal_small(files: Mapping[str, bytes], cipher: CheckpointCipher | None) -> list[SealedFile]:
+    """Encrypt and hash each file, in the order of their paths. Once a save: a nonce serves once."""
+    sealed = []
+    # Sorted, so that entries have the same order on each medium.
+    for path in sorted(files):
+        data = files[path] if cipher is None else cipher.seal(path, files[path])
+        entry = entry_of(path, data)
+        # A few files stay readable without the key (`PLAIN_FILES`); `cipher.seal` gives those back as they are.
+        if cipher is not None and path not in PLAIN_FILES:
+            entry = msgspec.structs.replace(entry, plain_size=len(files[path]))
+        sealed.append((entry, data))
+    return sealed
 
 
 class Sealer:
@@ -38,21 +79,10 @@ class Sealer:
     def __init__(self, key: MasterKey) -> None:
         self._key = key
         self._salts: set[str] = set()
-        # Made once and kept: fresh memory for each save would cost its page faults again. Page-aligned, as direct
-        # writes need.
-        self._ring = mmap.mmap(-1, RING_CHUNKS * CHUNK_BYTES)
+        self._rings: list[memoryview] = []
 
-    def begin(
-        self,
-        sealing: Sealing,
-        source: memoryview,
-        files: Sequence[ArenaFile],
-        patience: float = PATIENCE_S,
-    ) -> "SealedStream":
-        """A stream of `files`, sealed for the checkpoint that `sealing` names.
-
-        Args:
-            patience: seconds that a faster medium waits for a slower one.
+    def begin(self, sealing: Sealing, source: memoryview, files: Sequence[ArenaFile]) -> "SealedFiles":
+        """Returns `files`, to be sealed for the checkpoint that `sealing` names.
 
         Raises:
             KeyRefused: the rank that asks has another key.
@@ -76,29 +106,15 @@ class Sealer:
         self._salts.add(record.salt)
         cipher = CheckpointCipher(self._key, sealing.name, record)
         sealers = [cipher.sealer(file.path, file.size) for file in files]
-        return SealedStream(source, files, sealers, memoryview(self._ring), patience)
+        return SealedFiles(source, files, sealers, self._rings)
 
 
-class _File:
-    """One file of the stream: how far it is sealed."""
-
-    def __init__(self, file: ArenaFile, sealer: ChunkSealer, first: int) -> None:
-        self.file, self.sealer, self.first = file, sealer, first
-        self.left = sealer.num_chunks
-        self.leaves: list[bytes] = [b""] * (sealer.num_chunks - 1)
-        """Of all chunks of the file as it lies on disk; the last ones come with the last chunk."""
-        self.tag_bytes = TAG_BYTES * sealer.num_chunks
-        # Whole pages, so that it can be written past the page cache; the file is cut to size behind it.
-        self.tags = memoryview(mmap.mmap(-1, -(-self.tag_bytes // _ALIGNMENT) * _ALIGNMENT))
-
-
-class SealedStream:
-    """Files of one `Write`, as they will lie on disk. Make the readers first, then `run` on every sealing thread.
+class SealedFiles:
+    """Files of one `Write`, as they will lie on disk.
 
     Args:
         sealers: one a file, in the order of `files`.
-        ring: at least two chunks of page-aligned memory.
-        patience: see `Sealer.begin`.
+        rings: page-aligned memory, one for each medium; made where it is missing.
     """
 
     def __init__(
@@ -106,230 +122,110 @@ class SealedStream:
         source: memoryview,
         files: Sequence[ArenaFile],
         sealers: Sequence[ChunkSealer],
-        ring: memoryview,
-        patience: float = PATIENCE_S,
+        rings: list[memoryview],
     ) -> None:
-        self._source, self._ring, self._patience = source, ring, patience
-        self._slots = len(ring) // CHUNK_BYTES
-        self._files: list[_File] = []
-        first = 0
-        for file, sealer in zip(files, sealers, strict=True):
-            self._files.append(_File(file, sealer, first))
-            first += sealer.num_chunks
-        # One sequence over all files: sealers take its chunks in order, so that readers, who need them in order, never
-        # wait for a chunk that nobody seals.
-        self._jobs = iter([(file, chunk) for file in self._files for chunk in range(file.left)])
-        self._ready = [False] * first
-        self._readers: list[StreamReader] = []
-        self._failed = False
-        # Guards everything below: what is sealed, how far each reader is, and who has given up.
-        self._changed = threading.Condition()
+        self._source, self._rings, self._num_readers = source, rings, 0
+        self._files = {file.path: (file, sealer) for file, sealer in zip(files, sealers, strict=True)}
+        # By chunk, each taken by the medium that reaches it first; of the last one, those of the file's end.
+        self._leaves: dict[str, dict[int, Future[list[bytes]]]] = {file.path: {} for file in files}
 
-    def reader(self) -> "StreamReader":
-        """For one more directory; all must be made before the first `run`."""
-        # Before the first `run`: a reader that came later would find chunks gone from the ring.
-        reader = StreamReader(self, {file.file.path: file for file in self._files})
-        self._readers.append(reader)
-        return reader
-
-    def run(self) -> None:
-        """Seal until nothing is left, or nobody reads any more."""
-        try:
-            while True:
-                # Taking a chunk and waiting for its buffer are one step: otherwise a later chunk could take the buffer
-                # that an earlier one still waits for.
-                with self._changed:
-                    job = next(self._jobs, None)
-                    if job is None or not self._wait_for_slot(*job):
-                        return
-                self._seal(*job)
-        except BaseException:
-            with self._changed:
-                # Readers wait for chunks that will never come, and would wait without end.
-                self._failed = True
-                self._changed.notify_all()
-            raise
+    def reader(self, threads: int) -> "SealedReader":
+        """Returns one more directory's view of the files, sealed by so many threads of its own."""
+        # Kept for the next save: fresh memory would cost its page faults again.
+        while len(self._rings) <= self._num_readers:
+            self._rings.append(memoryview(mmap.mmap(-1, RING_CHUNKS * CHUNK_BYTES)))
+        self._num_readers += 1
+        return SealedReader(self, self._rings[self._num_readers - 1], threads)
 
     def entries(self) -> tuple[FileEntry, ...]:
-        """What the manifest will say of the files; none where not all of it was sealed."""
-        # All readers gave up. Entries of part of the files would make a manifest that no medium satisfies.
-        if not all(self._ready):
+        """Returns what the manifest will say of the files; nothing if no directory has taken all of them so far."""
+        if any(len(self._leaves[path]) < sealer.num_chunks for path, (_, sealer) in self._files.items()):
             return ()
         return tuple(
-            make_entry(file.file.path, file.file.size + file.tag_bytes, file.leaves, file.file.size)
-            for file in self._files
+            make_entry(path, sealed_size(file.size), self._all_leaves(path), file.size)
+            for path, (file, _) in self._files.items()
         )
 
-    def _wait_for_slot(self, file: _File, chunk: int) -> bool:
-        number = file.first + chunk
-        # The buffer still holds a chunk that some reader has not written.
-        while late := self._late(number):
-            if len(late) == sum(not reader.closed for reader in self._readers):
-                self._changed.wait()  # nobody is faster
-            # Patience is counted anew for each chunk: storage that is slow and moves is waited for, one that stands
-            # still is not.
-            elif not self._changed.wait_for(lambda: not self._late(number), self._patience):
-                for reader in self._late(number):
-                    reader.behind = True
-        return not self._failed and not all(reader.closed for reader in self._readers)
+    def sealer(self, path: str) -> ChunkSealer:
+        """Returns the sealer of a file."""
+        return self._files[path][1]
 
-    def _late(self, number: int) -> "list[StreamReader]":
-        """Who still needs the buffer that chunk `number` is to go into."""
-        at_work = [] if self._failed else [reader for reader in self._readers if not reader.closed]
-        # Readers that were left behind are heeded again if they are all that is left: then there is no faster medium to
-        # copy from.
-        heeded = [reader for reader in at_work if not reader.behind] or at_work
-        return [reader for reader in heeded if reader.done <= number - self._slots]
+    def seal(self, path: str, chunk: int, out: memoryview) -> bytes:
+        """Seals a chunk into `out`, and hashes it if no other medium has; returns its tag."""
+        file, sealer = self._files[path]
+        start = file.at + chunk * CHUNK_BYTES
+        tag = sealer.seal_into(chunk, self._source[start : start + len(out)], out)
+        # The last one is hashed together with the tags.
+        if chunk < sealer.num_chunks - 1:
+            self._hash_once(path, chunk, [out])
+        return tag
 
-    def ahead_of(self, reader: "StreamReader", number: int) -> "StreamReader | None":
-        """Whose file to copy chunk `number` from; None: it is in the ring, and stays there until `reader` is past it,
-        unless it is left behind meanwhile."""
-        with self._changed:
-            if not reader.behind:
-                return None
-            ahead = next((r for r in self._readers if r is not reader and r.done > number), None)
-            if ahead is None:  # caught up: nobody is past it, so nothing has taken its buffer
-                reader.behind = False
-            return ahead
+    def end(self, path: str, last: memoryview, tags: memoryview) -> None:
+        """Hashes the file's end on disk, from where its last chunk begins: that chunk, then the tags."""
+        fits = min(len(tags), CHUNK_BYTES - len(last))
+        rest = [tags[start : start + CHUNK_BYTES] for start in range(fits, len(tags), CHUNK_BYTES)]
+        self._hash_once(path, self.sealer(path).num_chunks - 1, [last, tags[:fits]], rest)
 
-    def close(self) -> None:
-        """When nobody writes any more."""
-        for reader in self._readers:
-            reader.close_files()
+    def _hash_once(
+        self, path: str, chunk: int, first: Sequence[memoryview], rest: Sequence[memoryview] = ()
+    ) -> None:
+        mine: Future[list[bytes]] = Future()
+        if self._leaves[path].setdefault(chunk, mine) is mine:
+            try:
+                digest = hashlib.sha256()
+                for part in first:
+                    digest.update(part)
+                mine.set_result([digest.digest(), *(hashlib.sha256(part).digest() for part in rest)])
+            except BaseException as error:  # another medium's answer waits for it
+                mine.set_exception(error)
+                raise
 
-    def slot(self, file: _File, chunk: int) -> memoryview:
-        """Where a chunk's sealed bytes are."""
-        start = (file.first + chunk) % self._slots * CHUNK_BYTES
-        return self._ring[start : start + file.sealer.length(chunk)]
-
-    def _seal(self, file: _File, chunk: int) -> None:
-        # Each chunk is sealed by one thread, outside the lock. Encryption and hashing release the interpreter lock.
-        start, out = file.file.at + chunk * CHUNK_BYTES, self.slot(file, chunk)
-        # From the arena into the ring: the arena keeps its plaintext unchanged, as another medium or a later look needs
-        # it.
-        tag = file.sealer.seal_into(chunk, self._source[start : start + len(out)], out)
-        file.tags[chunk * TAG_BYTES : (chunk + 1) * TAG_BYTES] = tag
-        if chunk < file.sealer.num_chunks - 1:
-            file.leaves[chunk] = hashlib.sha256(out).digest()
-        else:
-            with self._changed:
-                # The file's end on disk has this chunk and all tags in common chunks of the digest, so every other
-                # chunk's tag has to be there.
-                self._changed.wait_for(lambda: self._failed or file.left == 1)
-                if self._failed:
-                    return
-            file.leaves += _end_leaves(out, file.tags[: file.tag_bytes])
-        with self._changed:
-            file.left -= 1
-            self._ready[file.first + chunk] = True
-            self._changed.notify_all()
-
-    def wait_ready(self, number: int) -> None:
-        """Until chunk `number` of the stream is sealed.
-
-        Raises:
-            RuntimeError: it never will be; the thread that failed says why.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: self._failed or self._ready[number])
-            if self._failed:
-                # Not an OSError: no medium is to blame, so the whole save fails, on all of them.
-                raise RuntimeError("sealing broke")
-
-    def advance(self, reader: "StreamReader", done: int, *, closed: bool = False) -> None:
-        """`reader` needs no chunk before `done` any more, or none at all."""
-        with self._changed:
-            reader.done, reader.closed = done, reader.closed or closed
-            self._changed.notify_all()
+    def _all_leaves(self, path: str) -> list[bytes]:
+        leaves = self._leaves[path]
+        return [leaf for chunk in sorted(leaves) for leaf in leaves[chunk].result()]
 
 
-class StreamReader:
-    """One directory's view of the stream; files are to be asked for in their order.
+class SealedReader:
+    """One directory's view of sealed files; each is to be asked for once, in their order."""
 
-    Attributes:
-        done: chunks that it is past.
-        closed: it wants no more.
-        behind: it was left behind, and what it has just been given may have changed since.
-    """
-
-    def __init__(self, stream: SealedStream, files: dict[str, _File]) -> None:
-        self._stream, self._files = stream, files
-        self.done, self.closed, self.behind = 0, False, False
-        self._written: dict[str, int] = {}
-        self._copy = memoryview(b"")
+    def __init__(self, files: SealedFiles, ring: memoryview, threads: int) -> None:
+        self._files = files
+        self._slots = [ring[at : at + CHUNK_BYTES] for at in range(0, len(ring), CHUNK_BYTES)]
+        self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="seal")
 
     def size(self, file: ArenaFile) -> int:
-        """Bytes of the file on disk."""
-        return file.size + self._files[file.path].tag_bytes
-
-    def opened(self, file: ArenaFile, fd: int) -> None:
-        """What is read from here goes into this file."""
-        # A descriptor of its own, for reading: the writer's may be closed, and has O_DIRECT, while another reader still
-        # copies from the file.
-        self._written[file.path] = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        """Returns the bytes of the file on disk."""
+        return sealed_size(file.size)
 
     def blocks(self, file: ArenaFile) -> Iterator[tuple[int, memoryview]]:
-        """Where each block of the file belongs, and the block; it may change when the next one is asked for.
+        """Yields where each block of the file belongs, and the block; it changes when the next one is asked for.
 
-        A block may come twice: then the first one changed while it was being written. The last one is longer than
-        what belongs to the file: cut it to `size`.
-
-        Raises:
-            OSError: the faster medium does not give back what was written there.
+        The last one is longer than what belongs to the file: cut it to `size`.
         """
-        sealed = self._files[file.path]
-        for chunk in range(sealed.sealer.num_chunks):
-            number = sealed.first + chunk
-            self._stream.wait_ready(number)
-            again = True
-            while again:
-                ahead = self._stream.ahead_of(self, number)
-                block = (
-                    self._stream.slot(sealed, chunk) if ahead is None else self._copied(ahead, sealed, chunk)
-                )
-                # While the caller writes the block, this reader may be left behind and the buffer be used again. So it
-                # is asked afterwards, and the chunk is given once more, then from the other file.
-                yield chunk * CHUNK_BYTES, block
-                again = ahead is None and self.behind
+        sealer = self._files.sealer(file.path)
+        num_tag_bytes = TAG_BYTES * sealer.num_chunks
+        # Whole pages, so that it can be written past the page cache.
+        tags = memoryview(mmap.mmap(-1, -(-num_tag_bytes // _ALIGNMENT) * _ALIGNMENT))
+        ahead: deque[tuple[Future[bytes], memoryview]] = deque()
+        chunks = iter(range(sealer.num_chunks))
+        free = list(self._slots)
+        for number in range(sealer.num_chunks):
+            # The ring is kept full: the next chunks are sealed while the caller writes this one.
+            while free and (chunk := next(chunks, None)) is not None:
+                slot = free.pop()
+                job = self._pool.submit(self._files.seal, file.path, chunk, slot[: sealer.length(chunk)])
+                ahead.append((job, slot))
+            job, slot = ahead.popleft()
+            tags[number * TAG_BYTES : (number + 1) * TAG_BYTES] = job.result()
+            out = slot[: sealer.length(number)]
+            if number == sealer.num_chunks - 1:
+                self._files.end(file.path, out, tags[:num_tag_bytes])
+            yield number * CHUNK_BYTES, out
             # After the write: from here on the buffer may be used again.
-            self._stream.advance(self, number + 1)
+            free.append(slot)
         # The tags last, after all plain-sized chunks: so every plain byte keeps its offset in the file.
-        yield sealed.file.size, sealed.tags
-
-    def _copied(self, ahead: "StreamReader", file: _File, chunk: int) -> memoryview:
-        if not self._copy:
-            self._copy = memoryview(mmap.mmap(-1, CHUNK_BYTES))
-        block = self._copy[: file.sealer.length(chunk)]
-        count = os.preadv(ahead._written[file.file.path], [block], chunk * CHUNK_BYTES)
-        found = hashlib.sha256(block)
-        if chunk == file.sealer.num_chunks - 1:
-            found.update(file.tags[: min(file.tag_bytes, CHUNK_BYTES - len(block))])
-        # The copy is not sealed again, which would repeat a nonce, so its bytes must be the very ones that were sealed.
-        if count != len(block) or found.digest() != file.leaves[chunk]:
-            raise OSError(
-                errno.EIO, "the faster medium does not give back what was written there", file.file.path
-            )
-        return block
-
-    def close_files(self) -> None:
-        """Nobody copies from here any more."""
-        for fd in self._written.values():
-            os.close(fd)
-        self._written.clear()
+        yield file.size, tags
 
     def close(self) -> None:
-        """Nobody waits for this reader any more."""
-        # A directory whose storage failed must not keep the ring full for the other one.
-        self._stream.advance(self, self.done, closed=True)
-
-
-def _end_leaves(last: memoryview, tags: memoryview) -> list[bytes]:
-    """Digests of the file's end on disk, from where its last chunk begins: that chunk, then the tags."""
-    fits = min(len(tags), CHUNK_BYTES - len(last))
-    first = hashlib.sha256(last)
-    first.update(tags[:fits])
-    rest = range(fits, len(tags), CHUNK_BYTES)
-    return [
-        first.digest(),
-        *(hashlib.sha256(tags[start : start + CHUNK_BYTES]).digest() for start in rest),
-    ]
+        """Ends its threads; what they seal now is dropped."""
+        self._pool.shutdown(cancel_futures=True)

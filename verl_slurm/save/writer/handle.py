@@ -30,11 +30,9 @@ class SaverProcess:
         # -P: otherwise Python imports from the working directory first, and a module that lies there would run here.
         argv = [sys.executable, "-P", "-m", "verl_slurm.save.writer.process"]
         argv += ["--arena", str(arena.fd), "--size", str(arena.size), "--hashers", str(hashers)]
-        if encryption is not None and encryption.key_file is not None:
-            # The path or the variable's name. The key itself stays out of argv, which every user of the node can read.
-            argv += ["--key-file", encryption.key_file]
-        elif encryption is not None:
-            argv += ["--key-env", encryption.key_env or ""]
+        if encryption is not None:
+            # A path or a variable's name. The key itself stays out of argv, which every user of the node can read.
+            argv += ["--encryption", msgspec.json.encode(encryption).decode()]
         self._process = subprocess.Popen(
             # stderr is inherited: what the saver says goes to the rank's log. Every other descriptor of the rank stays
             # closed in it.

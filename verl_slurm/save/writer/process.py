@@ -19,7 +19,7 @@ from verl_slurm.base.processes import die_with_parent
 from verl_slurm.checkpoint.hashing import process_hasher
 from verl_slurm.config.schema import EncryptionConfig
 from verl_slurm.save.writer.arena import Arena
-from verl_slurm.save.writer.file_sealing import PATIENCE_S, SealedStream, Sealer
+from verl_slurm.save.writer.file_sealing import SealedFiles, Sealer
 from verl_slurm.save.writer.protocol import FromSaver, SaverReady, Write, Written
 from verl_slurm.save.writer.writing import write_and_hash
 
@@ -40,15 +40,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--arena", type=int, required=True, metavar="FD", help="descriptor of the arena")
     parser.add_argument("--size", type=int, required=True, help="bytes of it")
     parser.add_argument("--hashers", type=int, default=1, help="threads that hash")
-    parser.add_argument("--key-file", help="where the key is to encrypt with")
-    parser.add_argument("--key-env", help="the variable that holds it, instead")
+    parser.add_argument("--encryption", help="where the key is to encrypt with, as JSON")
     options = parser.parse_args(argv)
     # Before any file is made: weights must not be readable to others even for a moment.
     os.umask(0o077)
     arena = Arena(options.size, fd=options.arena)
     try:
         # The saver reads the key itself: the arena holds plaintext, and what leaves this process has to be sealed.
-        keys = load_keys(_keys_config(options.key_file, options.key_env))
+        source = options.encryption and msgspec.json.decode(options.encryption, type=EncryptionConfig)
+        keys = load_keys(source)
         sealer = None if keys is None else Sealer(keys.current)
         # The same pages as the rank's, mapped into this process: otherwise the first save pays for its page faults.
         arena.fault_in()
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
         # A request that does not decode ends the process with a traceback; the rank reads the end of its output.
         request = decoder.decode(line)
         try:
-            stream = _stream(sealer, request, arena)
+            sealed = _sealed(sealer, request, arena)
         # Ends the process: a save that should be sealed and is not must fail as a whole.
         except KeyRefused as error:
             sys.stderr.write(f"{error.one_line()}\n")
@@ -74,19 +74,13 @@ def main(argv: list[str] | None = None) -> int:
             request.files,
             request.directories,
             hashers=options.hashers,
-            stream=stream,
+            sealed=sealed,
             on_done=partial(_answer, request.save),
         )
     return int(ExitCode.OK)
 
 
-def _keys_config(key_file: str | None, key_env: str | None) -> EncryptionConfig | None:
-    if key_file is None and key_env is None:
-        return None
-    return EncryptionConfig(key_file=key_file, key_env=key_env)
-
-
-def _stream(sealer: Sealer | None, request: Write, arena: Arena) -> SealedStream | None:
+def _sealed(sealer: Sealer | None, request: Write, arena: Arena) -> SealedFiles | None:
     if (sealer is None) != (request.sealing is None):
         raise KeyRefused(
             "the rank and its saver do not agree on whether to encrypt",
@@ -95,9 +89,7 @@ def _stream(sealer: Sealer | None, request: Write, arena: Arena) -> SealedStream
         )
     if sealer is None or request.sealing is None:
         return None
-    # In the grace period a medium that is slower for a moment must not hold up the other one.
-    patience = 0.0 if request.hurry else PATIENCE_S
-    return sealer.begin(request.sealing, arena.view, request.files, patience)
+    return sealer.begin(request.sealing, arena.view, request.files)
 
 
 def _answer(save: int, written: Written) -> None:

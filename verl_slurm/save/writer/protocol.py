@@ -59,8 +59,6 @@ class Write(_Message, frozen=True, kw_only=True):
     directories: tuple[str, ...]
     """No two alike."""
     sealing: Sealing | None = None
-    hurry: bool = False
-    """No directory is to wait for another, whatever that costs."""
 
 
 class SaverReady(_Message, frozen=True, kw_only=True):
@@ -74,7 +72,7 @@ class Written(_Message, frozen=True, kw_only=True):
     directory: str
     files: tuple[FileEntry, ...] = ()
     """All that were hashed, whatever `error` says of this directory. Empty where the files are sealed and no directory
-    took them."""
+    has taken them so far."""
     error: str | None = None
     """Why not all of it is durable; None: it is."""
     errno: int | None = None

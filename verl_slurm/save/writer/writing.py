@@ -1,4 +1,4 @@
-"""Bytes of shared memory to files: large aligned writes past the page cache, fsynced, hashed meanwhile.
+"""Bytes of memory to files: large aligned writes past the page cache, fsynced, hashed meanwhile.
 
 One thread a directory writes, others hash; all of them let go of the interpreter lock while they work. The
 source is read by all and written by none.
@@ -8,9 +8,9 @@ import errno
 import fcntl
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -20,7 +20,7 @@ from verl_slurm.base.tree import open_directory
 from verl_slurm.checkpoint.format.specification import CHUNK_BYTES, FileEntry
 from verl_slurm.checkpoint.hashing import Hasher, process_hasher
 from verl_slurm.checkpoint.store.chunks import leaf_count, make_entry
-from verl_slurm.save.writer.file_sealing import SealedStream, StreamReader
+from verl_slurm.save.writer.file_sealing import SealedFiles, SealedReader
 from verl_slurm.save.writer.protocol import ArenaFile, Written
 
 # One request of this size keeps a disk or server busy; larger ones gain nothing (measured: 1 to 64 MiB alike).
@@ -34,7 +34,7 @@ def write_and_hash(
     *,
     hashers: int = 1,
     hasher: Hasher | None = None,
-    stream: SealedStream | None = None,
+    sealed: SealedFiles | None = None,
     on_done: Callable[[Written], None] = lambda _: None,
 ) -> tuple[tuple[FileEntry, ...], tuple[Written, ...]]:
     """Write every file below every directory, and hash each once.
@@ -42,35 +42,32 @@ def write_and_hash(
     Args:
         source: the arena; page-aligned.
         directories: made where they are missing.
-        hashers: threads that hash.
+        hashers: threads that hash; of sealed files, that seal and hash for each directory.
         hasher: default: the process's.
-        stream: of these files; then what it seals is what is written and hashed, chunk by chunk.
+        sealed: these files; then what it seals is what is written and hashed, chunk by chunk.
         on_done: told of each directory as soon as it is done and everything is hashed, from this thread.
 
     Returns:
         The entries, and for each directory whether all files in it, and their folders, are durable.
     """
-    with (
-        closing(stream) if stream else nullcontext(),
-        # A thread for each directory and each hasher, so that no job waits for another's thread: with a stream they
-        # wait for each other, and fewer threads would be a deadlock.
-        ThreadPoolExecutor(max_workers=len(directories) + hashers, thread_name_prefix="save") as pool,
-    ):
+    # A thread for each directory and each hasher, so that no job waits for another's thread.
+    with ThreadPoolExecutor(max_workers=len(directories) + hashers, thread_name_prefix="save") as pool:
         writing = [
-            # All readers are made here, before the first chunk is sealed.
-            pool.submit(_write_all, stream.reader() if stream else _Plain(source), files, directory)
+            pool.submit(_write_all, sealed.reader(hashers) if sealed else _Plain(source), files, directory)
             for directory in directories
         ]
-        entries = (
-            _seal_all(stream, pool, hashers)
-            if stream
-            else _hash_all(source, files, pool, hashers, hasher or process_hasher())
+        entries: tuple[FileEntry, ...] = (
+            () if sealed else _hash_all(source, files, pool, hashers, hasher or process_hasher())
         )
+        answers: dict[str, Written] = {}
         # In the order in which they are done: a medium is answered for while the other still writes. Hashing comes
         # first, since an answer carries the entries.
         for done in as_completed(writing):
-            on_done(msgspec.structs.replace(done.result(), files=entries))
-        return entries, tuple(msgspec.structs.replace(done.result(), files=entries) for done in writing)
+            entries = entries or (sealed.entries() if sealed else ())
+            answer = msgspec.structs.replace(done.result(), files=entries)
+            answers[answer.directory] = answer
+            on_done(answer)
+        return entries, tuple(answers[directory] for directory in directories)
 
 
 def _hash_all(
@@ -80,37 +77,24 @@ def _hash_all(
     # Whole chunks first: a batch takes as long as its longest chunk.
     chunks.sort(key=lambda job: job[0].size < (job[1] + 1) * CHUNK_BYTES)
 
-    def hash_chunks() -> dict[str, list[bytes]]:
-        # Made anew in each pass, so that no digest of a pass that does not count is left.
-        leaves = {file.path: [b""] * leaf_count(file.size) for file in files}
-        work = iter(enumerate(hasher.batches(chunks)))
-        lock = threading.Lock()
+    leaves = {file.path: [b""] * leaf_count(file.size) for file in files}
+    work = iter(hasher.batches(chunks))
+    lock = threading.Lock()
 
-        def run() -> None:
-            while True:
-                with lock:
-                    number, batch = next(work, (0, None))
-                if batch is None:
-                    return
-                starts = [(file.at + chunk * CHUNK_BYTES, file.at + file.size) for file, chunk in batch]
-                pieces = [source[start : min(start + CHUNK_BYTES, end)] for start, end in starts]
-                for (file, chunk), digest in zip(batch, hasher.digests(pieces, number), strict=True):
-                    leaves[file.path][chunk] = digest
+    def run() -> None:
+        while True:
+            with lock:
+                batch = next(work, None)
+            if batch is None:
+                return
+            starts = [(file.at + chunk * CHUNK_BYTES, file.at + file.size) for file, chunk in batch]
+            pieces = [source[start : min(start + CHUNK_BYTES, end)] for start, end in starts]
+            for (file, chunk), digest in zip(batch, hasher.digests(pieces), strict=True):
+                leaves[file.path][chunk] = digest
 
-        for done in [pool.submit(run) for _ in range(hashers)]:
-            done.result()
-        return leaves
-
-    # If the fast implementation turns out to be wrong, all chunks are hashed again by hashlib: no digest from before
-    # counts.
-    leaves = hasher.settled(hash_chunks)
-    return tuple(make_entry(file.path, file.size, leaves[file.path]) for file in files)
-
-
-def _seal_all(stream: SealedStream, pool: ThreadPoolExecutor, hashers: int) -> tuple[FileEntry, ...]:
-    for done in [pool.submit(stream.run) for _ in range(hashers)]:
+    for done in [pool.submit(run) for _ in range(hashers)]:
         done.result()
-    return stream.entries()
+    return tuple(make_entry(file.path, file.size, leaves[file.path]) for file in files)
 
 
 class _Plain:
@@ -122,52 +106,67 @@ class _Plain:
     def size(self, file: ArenaFile) -> int:
         return file.size
 
-    def opened(self, file: ArenaFile, fd: int) -> None:
-        """Nobody asks."""
-
     def blocks(self, file: ArenaFile) -> Iterable[tuple[int, memoryview]]:
         return ((0, self._source[file.at : file.at + file.size]),)
 
     def close(self) -> None:
-        """Nobody waits for it."""
+        """Nothing is kept."""
 
 
-def _write_all(content: _Plain | StreamReader, files: Sequence[ArenaFile], directory: str) -> Written:
+def _write_all(content: _Plain | SealedReader, files: Sequence[ArenaFile], directory: str) -> Written:
     """The answer for one directory, without the entries: they are hashed meanwhile."""
-    direct = True
     try:
-        # `content` is closed even if the directory cannot be made: the sealing threads would wait for this reader.
-        with closing(content), _made(directory) as root, ExitStack() as opened:
-            folders: dict[str, int] = {}
-            written: list[int] = []
-            for file in files:
-                folder, _, name = file.path.rpartition("/")
-                # A folder is opened once and kept: its descriptor is synced below, and a path could lead elsewhere by
-                # then.
-                if folder not in folders:
-                    folders[folder] = opened.enter_context(_folder(root, folder))
-                fd = opened.enter_context(_new_file(folders[folder], name))
-                # Before the first block: another directory's reader may have to copy from here.
-                content.opened(file, fd)
-                direct = _write_one(fd, name, content.blocks(file), content.size(file)) and direct
-                written.append(fd)
-            # Not after each file: the disk would stand still in between.
-            for fd in written:
-                os.fsync(fd)  # noqa: TID251 - all files first, then all folders
-                # After the fsync, since dirty pages are not dropped. The cache is then free for the training, and a
-                # read-back comes from the medium.
-                if not direct:
-                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            # Entries after their files' bytes, and the staging directory last.
-            for fd in folders.values():
-                os.fsync(fd)  # noqa: TID251 - by descriptor
-            os.fsync(root)  # noqa: TID251 - by descriptor
+        with closing(content):
+            direct = write_files(
+                directory, ((file.path, content.size(file), content.blocks(file)) for file in files)
+            )
     # The answer for this directory. Another medium's thread is not touched by it.
     except OSError as error:
         # Plain text: the exception does not travel, and a path may hold characters that JSON has not.
         words = ": ".join(str(part) for part in (error.strerror or error, error.filename) if part)
         return Written(directory=directory, error=words, errno=error.errno)
     return Written(directory=directory, direct=direct)
+
+
+def write_small(directory: Path, files: Mapping[str, bytes]) -> None:
+    """Writes files by path, durably, as `write_files`."""
+    write_files(str(directory), ((path, len(data), [(0, memoryview(data))]) for path, data in files.items()))
+
+
+def write_files(directory: str, files: Iterable[tuple[str, int, Iterable[tuple[int, memoryview]]]]) -> bool:
+    """Makes new files durable below a directory; returns whether all of it went past the page cache.
+
+    Args:
+        files: of each the path, its bytes in the end, and blocks of it with their places.
+
+    Raises:
+        OSError: the medium refuses, or a file is there already.
+    """
+    direct = True
+    with _made(directory) as root, ExitStack() as opened:
+        folders: dict[str, int] = {}
+        written: list[int] = []
+        for path, size, blocks in files:
+            folder, _, name = path.rpartition("/")
+            # A folder is opened once and kept: its descriptor is synced below, and a path could lead elsewhere by
+            # then.
+            if folder not in folders:
+                folders[folder] = opened.enter_context(_folder(root, folder))
+            fd = opened.enter_context(_new_file(folders[folder], name))
+            direct = _write_one(fd, name, blocks, size) and direct
+            written.append(fd)
+        # Not after each file: the disk would stand still in between.
+        for fd in written:
+            os.fsync(fd)  # noqa: TID251 - all files first, then all folders
+            # After the fsync, since dirty pages are not dropped. The cache is then free for the training, and a
+            # read-back comes from the medium.
+            if not direct:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        # Entries after their files' bytes, and the staging directory last.
+        for fd in folders.values():
+            os.fsync(fd)  # noqa: TID251 - by descriptor
+        os.fsync(root)  # noqa: TID251 - by descriptor
+    return direct
 
 
 @contextmanager

@@ -1,61 +1,41 @@
 """Exports a checkpoint into files that other programs read: verified first, whole or not at all.
 
 Order: look at `--out` → verify every byte → make a directory under a hidden name beside it → a child process with torch
-(`verl_slurm.export`) fills that → fsync all → rename → fsync of the parent. Any failure before the rename removes the
-directory, an interrupt and SIGTERM included; SIGKILL leaves it under its hidden name.
+(`verl_slurm.export.__main__`) fills that → fsync all → rename → fsync of the parent. Any failure before the rename
+removes the directory, an interrupt and SIGTERM included; SIGKILL leaves it under its hidden name.
 """
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
 import msgspec
 
-from verl_slurm.base.errors import (
-    CheckpointCorrupt,
-    ConfigError,
-    DataError,
-    KeyRefused,
-    NotFound,
-    PermissionRefused,
-    SchemaMismatch,
-    VerlSlurmError,
-)
+from verl_slurm.base.errors import DataError, VerlSlurmError
 from verl_slurm.base.files import fsync_path
 from verl_slurm.base.packages import require_packages
 from verl_slurm.checkpoint.format.components import require_own
-from verl_slurm.checkpoint.format.encryption import CheckpointCipher
 from verl_slurm.checkpoint.format.specification import Manifest
-from verl_slurm.checkpoint.inspect.compare import torch_environment
-from verl_slurm.checkpoint.inspect.contents import known_manifest
+from verl_slurm.checkpoint.inspect.contents import Look
 from verl_slurm.checkpoint.store.run_config import keys_for
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.checkpoint.store.whole_output import require_free, whole_output
+from verl_slurm.config.roles import Role
 from verl_slurm.dataset.fingerprint.data_record import fingerprint
 
 Layout = Literal["hf", "single-file", "split"]
-Role = Literal["actor", "critic"]
 
 RECORD = "verl_slurm_export.json"
 """Part of every export: names its checkpoint and how it was made."""
-
-# The child passes an error as its exit code and its parts; the class is found again here.
-_CLASSES = (
-    CheckpointCorrupt,
-    ConfigError,
-    DataError,
-    KeyRefused,
-    NotFound,
-    PermissionRefused,
-    SchemaMismatch,
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +57,30 @@ class Wish:
     model: Path
     is_first_model: bool
     weight_decay: float
+
+
+class ExportOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """What the child is told, on its standard input.
+
+    Attributes:
+        digest: of the manifest that was verified: the child refuses another one that has taken its place.
+        staging: the directory that it fills.
+    """
+
+    checkpoint: Path
+    digest: str
+    staging: Path
+    key_file: Path | None
+    wish: Wish
+
+    def render(self) -> bytes:
+        """Returns it as JSON."""
+        return msgspec.json.encode(self, enc_hook=str)
+
+
+def read_order(data: bytes) -> ExportOrder:
+    """Returns what `ExportOrder.render` wrote."""
+    return msgspec.json.decode(data, type=ExportOrder, dec_hook=lambda kind, value: kind(value))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,9 +146,8 @@ def export(
     out = wish.out.parent.resolve() / wish.out.name
     require_free(out, directory, "an export")
     keys = keys_for(directory, key_file)
-    manifest = known_manifest(directory, keys)
+    manifest = Look(directory, keys).manifest
     require_own(manifest, directory)
-    CheckpointCipher.of(manifest, keys, where=directory)  # fails before a long read
     progress(ExportProgress(phase="verify", total=manifest.num_bytes))
     # Every byte, before any is written: the child checks each chunk that it reads, but would find a fault in the
     # middle.
@@ -154,8 +157,10 @@ def export(
         progress(ExportProgress(phase="model"))
         _require_first_model(wish.model, manifest)
     with whole_output(out, "the export") as staging:
-        # With the digest the child refuses a checkpoint that was exchanged after the verification.
-        peak = _fill(directory, manifest.digest, staging, wish, progress, key_file)
+        order = ExportOrder(
+            checkpoint=directory, digest=manifest.digest, staging=staging, key_file=key_file, wish=wish
+        )
+        peak = fill(order, progress)
         _record(staging, manifest, wish)
         progress(ExportProgress(phase="sync"))
         num_files, num_bytes = _make_durable(staging)
@@ -188,26 +193,35 @@ def _require_first_model(model: Path, manifest: Manifest) -> None:
         )
 
 
-def _fill(
-    directory: Path,
-    digest: str,
-    staging: Path,
-    wish: Wish,
-    progress: Callable[[ExportProgress], None],
-    key_file: Path | None,
-) -> int:
+@contextmanager
+def torch_environment() -> Iterator[dict[str, str]]:
+    """Builds the environment of a child that imports torch, with a compile cache of its own, which is removed
+    afterwards.
+    """
+    # torch's default is /tmp/torchinductor_USER, which another user may have made before. tokenizers gets one thread,
+    # so that the child's memory does not depend on the machine.
+    with tempfile.TemporaryDirectory(prefix="verl-slurm-torch-") as cache:
+        yield {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TOKENIZERS_PARALLELISM": "false"}
+
+
+def fill(order: ExportOrder, progress: Callable[[ExportProgress], None]) -> int:
     """Lets the child write; returns the bytes of tensors that it holds in memory at once."""
     progress(ExportProgress(phase="load"))
-    # -P: without it Python would look for modules in the working directory first, which may be anybody's.
-    command = [sys.executable, "-P", "-m", "verl_slurm.export", "--checkpoint", str(directory)]
-    command += ["--digest", digest, "--to", wish.to, "--model", str(wish.model), "--staging", str(staging)]
-    # repr: reads back as the same float64.
-    command += ["--dtype", wish.dtype, "--weight-decay", repr(wish.weight_decay), "--roles", *wish.roles]
-    command += [] if key_file is None else ["--key-file", str(key_file)]
     # stderr goes to a file: it is read when the child has ended, and a full pipe would stop the child before.
-    with torch_environment() as environment, tempfile.TemporaryFile() as words:
+    with (
+        torch_environment() as environment,
+        tempfile.TemporaryFile() as words,
+        tempfile.TemporaryFile() as told,
+    ):
+        told.write(order.render())
+        told.seek(0)
+        # -P: without it Python would look for modules in the working directory first, which may be anybody's.
         child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=words, env=environment
+            [sys.executable, "-P", "-m", "verl_slurm.export"],
+            stdin=told,
+            stdout=subprocess.PIPE,
+            stderr=words,
+            env=environment,
         )
         assert child.stdout is not None
         last = _Line()
@@ -246,7 +260,9 @@ def _parsed(raw: bytes) -> _Line:
 
 def _as_error(line: _Line) -> VerlSlurmError:
     facts: dict[str, Any] = dict(line.error or {})
-    kind = next((c for c in _CLASSES if int(c.exit_code) == line.exit_code), VerlSlurmError)
+    # The child passes an error as its exit code and its parts; the class is found again here.
+    kinds = VerlSlurmError.__subclasses__()
+    kind = next((kind for kind in kinds if int(kind.exit_code) == line.exit_code), VerlSlurmError)
     return kind(facts.pop("what", None) or "the export broke", **facts)
 
 
