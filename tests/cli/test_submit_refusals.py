@@ -87,6 +87,12 @@ def test_one_answer_has_unknown_keys_wrong_values_missing_files_and_programs(
     assert result.code == ExitCode.CONFIG
     for part in ("train.stepz", "'often'", "no such data directory", "no program no-such-program"):
         assert any(part in line for line in result.errors)
+    unseen = "the directories above the run; earlier runs of this name; the code; room on the disk"
+    said = f"not looked at yet, since it goes by what is wrong: {unseen}"
+    assert result.err.endswith(f"\nverl-slurm: {said}\n")
+    again = cli("submit", "config.yaml", *words, "--cluster", "local", "--json").json
+    assert again["error"].endswith(f" | {said}")
+    assert again["exit_code"] == ExitCode.CONFIG
 
 
 @pytest.mark.parametrize(

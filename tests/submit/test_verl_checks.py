@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from tests.builders import checkpoint_info, write_manifest, write_verl_rows
+from tests.fakes.torch_divider import shard_step
 from tests.verl.uncomposed import without_hydra
 from verl_slurm.base.errors import ConfigError, DataError, VerlSlurmError
 from verl_slurm.base.paths import RunPaths
@@ -151,6 +152,16 @@ def test_a_start_that_will_divide_the_checkpoint_is_announced(place: Path) -> No
     (step / "optim_world_size_2_rank_1.pt").unlink()
     _, notes = check(config(place, "distributed.dp_size=4"), saved(6, 2))
     assert notes == []
+
+
+def test_a_plan_that_does_not_end_is_ended_and_said(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = place / "run/checkpoints/step_000006"
+    shard_step(run, 6, 2)  # verl's names, and no torch
+    write_manifest(run, 6, world_size=2, guest="verl")
+    monkeypatch.setattr(verl_checks, "PLAN_S", -1.0)
+    with pytest.raises(ConfigError, match=r"not known in time: .*global_step_6 .*keep 2 ranks") as caught:
+        check(config(place, "distributed.dp_size=4"), saved(6, 2))
+    assert caught.value.not_looked_at[0] == "verl's own settings"
 
 
 def test_a_step_of_plain_verl_has_to_be_taken_over_first(place: Path) -> None:
@@ -388,7 +399,8 @@ def test_all_that_is_missing_is_said_at_once_and_what_nobody_can_see_is_said(pla
     assert len(caught.value.lines()) == 2
     with pytest.raises(VerlSlurmError) as caught:
         check(ppo(place, "actor_rollout_ref.rollout.name=???", *words[1:]))
-    unset, gone = caught.value.lines()
+    unset, gone, unseen = caught.value.lines()
+    assert unseen.endswith("verl's own judgement of its settings")
     assert "found ???, expected one of vllm" in unset
     assert "/gone.yaml" in gone
     _, notes = check(ppo(place, "actor_rollout_ref.rollout.name=mine"))

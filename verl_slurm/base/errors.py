@@ -44,6 +44,8 @@ class VerlSlurmError(Exception):
     exit_code = ExitCode.INTERNAL
     others: tuple["VerlSlurmError", ...] = ()
     """Further errors that were found at the same time (`together`)."""
+    not_looked_at: tuple[str, ...] = ()
+    """What a check would have looked at, had this error not been: in plain words."""
 
     def __init__(
         self,
@@ -65,8 +67,12 @@ class VerlSlurmError(Exception):
         return " | ".join(self.lines())
 
     def lines(self) -> list[str]:
-        """Returns one line for each error."""
-        return [error._line() for error in (self, *self.others)]
+        """Returns one line for each error, and one for what was not looked at because of them."""
+        lines = [error._line() for error in (self, *self.others)]
+        if self.not_looked_at:
+            unseen = "; ".join(map(_shown, self.not_looked_at))
+            lines.append(f"not looked at yet, since it goes by what is wrong: {unseen}")
+        return lines
 
     def _line(self) -> str:
         # Each part is escaped by itself: text from outside cannot end its part and begin another.
@@ -88,13 +94,18 @@ class VerlSlurmError(Exception):
 E = TypeVar("E", bound=VerlSlurmError)
 
 
-def together(errors: Sequence[E]) -> E:
-    """Returns the first error with all others in its message, so that the user learns of all of them at once."""
+def together(errors: Sequence[E], not_looked_at: Sequence[str] = ()) -> E:
+    """Returns the first error with all others in its message, so that the user learns of all of them at once.
+
+    Args:
+        not_looked_at: because of them; added to what each of them names.
+    """
     first = errors[0]
     others = list(first.others)
     for error in errors[1:]:
         others += [error, *error.others]
-    first.others = tuple(others)
+    unseen = [*(name for error in errors for name in error.not_looked_at), *not_looked_at]
+    first.others, first.not_looked_at = tuple(others), tuple(dict.fromkeys(unseen))
     first.args = (first.one_line(),)
     return first
 

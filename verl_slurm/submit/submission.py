@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -25,6 +25,7 @@ from verl_slurm.checkpoint.store.lost import data_digest, former_checkpoint, req
 from verl_slurm.checkpoint.store.run_config import trained_with
 from verl_slurm.config.changes import refuse_changes, require_in_place
 from verl_slurm.config.elastic import keep_step
+from verl_slurm.config.hooks_section import HooksConfig
 from verl_slurm.config.load import dump, given_in, load_resolved, read_config
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dataset.fingerprint import data_record as prints
@@ -130,6 +131,11 @@ class _Draft(msgspec.Struct, kw_only=True):
     def paths(self) -> RunPaths:
         return RunPaths(self.plan.run_dir)
 
+    @property
+    def may_go_on(self) -> bool:
+        """Returns whether there is an earlier run, as far as the directory was looked at."""
+        return not (self.plan.new_run and "run directory" in self.plan.checked)
+
     def add(self, good: Sequence[str], notes: Sequence[str | None] = ()) -> None:
         self.plan.checked += good
         self.plan.notes += [note for note in notes if note]
@@ -190,27 +196,29 @@ def plan_submission(
         code=code,
         trees=trees,
         begin_again=begin_again,
-        refused={section for key, _ in wrong for section in (key.partition(".")[0], "configuration")},
+        refused={
+            section for key, _ in wrong for section in (key.partition(".")[0], "configuration", _ANYTHING)
+        },
         problems=[error for _, error in wrong],
     )
     draft.add(["configuration"], [*places.notes, doubt, chosen_note])
+    passed_over = []
     with python_not_run(draft.not_run):
-        for look, goes_by in _LOOKS.items():
-            if draft.refused.isdisjoint(goes_by):
-                try:
-                    look(draft)
-                except VerlSlurmError as error:
-                    draft.problems.append(error)
-                    draft.refused.add(look.__name__)
+        for look in _LOOKS:
+            if not look.concerns(draft):
+                continue
+            if not draft.refused.isdisjoint(look.goes_by):
+                passed_over.append(look.at)
+                continue
+            try:
+                look.act(draft)
+            except VerlSlurmError as error:
+                draft.problems.append(error)
+                draft.refused |= {look.act.__name__, _ANYTHING}
     if draft.problems:
-        raise together(draft.problems)
-    plan = draft.plan
-    plan.trains = trains_line(plan.config, places.given | given_in(source), chosen, draft.trained)
-    if draft.slurm is not None:
-        # The last question, since sbatch judges the very script that would be queued.
-        said, words = judge_script(plan.config, render_script(plan))
-        draft.add([f"sbatch --test-only: {said}"], words)
-    return plan
+        raise together(draft.problems, passed_over)
+    draft.plan.trains = trains_line(draft.plan.config, places.given | given_in(source), chosen, draft.trained)
+    return draft.plan
 
 
 def _directory(draft: _Draft) -> None:
@@ -250,24 +258,40 @@ def _group(draft: _Draft) -> None:
     draft.add(good, [unreachable])
 
 
-def _inputs(draft: _Draft) -> None:
-    plan, config = draft.plan, draft.plan.config
+def _with_run_code(draft: _Draft) -> RunConfig:
     # With `--code run` the programs that count are the run's copies: those outside may be gone.
-    runs = Moves.of(draft.paths).config(config) if draft.code == "run" else config
-    if config.trainer.is_guest:
-        draft.add(*check_guest(runs))
-        if data_of(config) is None:
-            draft.note("not looked at: whether the data stays the same between attempts; data.root names it")
-        return
-    plan.inputs, notes = check_inputs(runs, draft.written.model.path, begun=has_begun(draft.paths))
-    notes += check_family(config)
-    draft.add([f"{name} {taken}" for name, taken in plan.inputs], notes)
+    config = draft.plan.config
+    return Moves.of(draft.paths).config(config) if draft.code == "run" else config
+
+
+def _inputs(draft: _Draft) -> None:
+    runs, begun = _with_run_code(draft), has_begun(draft.paths)
+    draft.plan.inputs, notes = check_inputs(runs, draft.written.model.path, begun=begun)
+    notes += check_family(draft.plan.config)
+    draft.add([f"{name} {taken}" for name, taken in draft.plan.inputs], notes)
+
+
+def _program(draft: _Draft) -> None:
+    draft.add(*check_guest(_with_run_code(draft)))
+    if data_of(draft.plan.config) is None:
+        draft.note("not looked at: whether the data stays the same between attempts; data.root names it")
 
 
 def _resume_from(draft: _Draft) -> None:
     check_resume_from(draft.plan.config)
-    if draft.plan.config.checkpoint.resume_from not in (None, "auto"):
-        draft.add(["the checkpoint to resume from"])
+    draft.add(["the checkpoint to resume from"])
+
+
+def _surroundings(draft: _Draft) -> None:
+    draft.note(check_surroundings(draft.plan.config))
+
+
+def _gpus(draft: _Draft) -> None:
+    draft.note(gpu_note(draft.plan.config, draft.plan.cluster))
+
+
+def _metrics_port(draft: _Draft) -> None:
+    draft.note(check_metrics_port(draft.plan.config))
 
 
 def _container(draft: _Draft) -> None:
@@ -276,17 +300,14 @@ def _container(draft: _Draft) -> None:
 
 
 def _keys(draft: _Draft) -> None:
-    config = draft.plan.config
-    note = check_keys(config, draft.plan.cluster)
-    draft.add([] if config.checkpoint.encryption is None else ["key"], [note])
+    draft.add(["key"], [check_keys(draft.plan.config, draft.plan.cluster)])
 
 
 def _slurm(draft: _Draft) -> None:
     config = draft.plan.config
-    if draft.ask_slurm:
-        draft.slurm = check_slurm(config)
-        name = f"Slurm partition {config.slurm.partition}" if config.slurm.partition else "Slurm"
-        draft.add([name], [*draft.slurm.notes, *machine_notes(config, draft.slurm.conf)])
+    draft.slurm = check_slurm(config)
+    name = f"Slurm partition {config.slurm.partition}" if config.slurm.partition else "Slurm"
+    draft.add([name], [*draft.slurm.notes, *machine_notes(config, draft.slurm.conf)])
 
 
 def _beside(draft: _Draft) -> None:
@@ -305,9 +326,6 @@ def _beside(draft: _Draft) -> None:
 def _run(draft: _Draft) -> None:
     """Checks an existing run: what it has trained with decides what may change, and no job of it may live."""
     plan, config, paths = draft.plan, draft.plan.config, draft.paths
-    if plan.new_run:
-        _beside(draft)
-        return
     # Here as well as in the lead: the job would end before its journal could say so.
     require_run_id(paths)
     draft.committed = committed = [info for info in list_checkpoints(paths) if info.kind == "committed"]
@@ -336,9 +354,6 @@ def _run(draft: _Draft) -> None:
 
 
 def _resume_point(draft: _Draft) -> None:
-    # It may read every byte of a checkpoint, and ask the user: not for a submission that is refused anyway.
-    if draft.plan.new_run or draft.problems:
-        return
     plan = draft.plan
     resume = find_resume(plan.config, draft.paths, draft.committed, draft.begin_again)
     plan.resumes_from, plan.resume_read, plan.begins_again = resume.name, resume.read, resume.lost
@@ -364,16 +379,14 @@ def _frozen_inputs(draft: _Draft) -> None:
     config, paths = draft.plan.config, draft.paths
     wanted = config.checkpoint.resume_from
     resumed = draft.plan.resumes_from if wanted == "auto" else wanted
-    if resumed and not config.trainer.is_guest:
+    if resumed:
         # With `--code new` a changed reward is a new copy, which the ranks refuse.
-        moved = Moves.of(paths).config(config) if draft.code == "run" else config
-        draft.note(*check_frozen_inputs(moved, paths, resumed))
+        draft.note(*check_frozen_inputs(_with_run_code(draft), paths, resumed))
 
 
 def _verl(draft: _Draft) -> None:
-    if draft.plan.config.trainer.backend == "verl":
-        good, notes, draft.trained = check_verl(draft.plan.config, draft.paths, draft.committed)
-        draft.add(good, notes)
+    good, notes, draft.trained = check_verl(draft.plan.config, draft.paths, draft.committed)
+    draft.add(good, notes)
 
 
 def _room(draft: _Draft) -> None:
@@ -384,39 +397,112 @@ def _room(draft: _Draft) -> None:
 
 
 def _deadlines(draft: _Draft) -> None:
-    if draft.slurm is not None:
-        config, slurm = draft.plan.config, draft.slurm
-        draft.add(*check_deadlines(config, draft.paths, draft.committed, slurm))
-        draft.plan.avoids, notes = nodes_to_avoid(config, slurm)
-        draft.note(*notes)
+    config, slurm = draft.plan.config, draft.slurm
+    assert slurm is not None
+    draft.add(*check_deadlines(config, draft.paths, draft.committed, slurm))
+    draft.plan.avoids, notes = nodes_to_avoid(config, slurm)
+    draft.note(*notes)
 
 
+def _verdict(draft: _Draft) -> None:
+    # The last question, since sbatch judges the very script that would be queued.
+    said, words = judge_script(draft.plan.config, render_script(draft.plan))
+    draft.add([f"sbatch --test-only: {said}"], words)
+
+
+_ANYTHING = "anything"
 _WHOLE_RUN = ("configuration", "_directory", "_run")
-_LOOKS: dict[Callable[[_Draft], None], tuple[str, ...]] = {
-    _directory: ("name", "run_dir"),
-    _packages: ("trainer", "slurm"),
-    _rank_environment: ("env", "env_from_files", "slurm", "trainer", "_packages"),
-    _hooks: ("hooks",),
-    _services: ("services",),
-    _group: ("group", "hooks"),
-    _inputs: ("model", "data", "trainer", "distributed", "rollout", "_directory"),
-    _resume_from: ("checkpoint", "trainer", "train", "_directory"),
-    _container: ("slurm", "model", "data", "checkpoint"),
-    lambda draft: draft.note(check_surroundings(draft.plan.config)): ("checkpoint", "run_dir", "_directory"),
-    _keys: ("checkpoint",),
-    lambda draft: draft.note(gpu_note(draft.plan.config, draft.plan.cluster)): ("distributed",),
-    lambda draft: draft.note(check_metrics_port(draft.plan.config)): ("observability",),
+
+
+class _Look(NamedTuple):
+    """One look at a submission.
+
+    Attributes:
+        at: what it looks at, in plain words.
+        goes_by: sections of the configuration, and other looks, of which none may be refused; `_ANYTHING`: nothing may.
+        concerns: whether it looks at something of this run. It is asked also where the look is passed over, so it
+            trusts no more than the sections that could be read.
+    """
+
+    at: str
+    act: Callable[[_Draft], None]
+    goes_by: tuple[str, ...]
+    concerns: Callable[[_Draft], bool] = lambda _: True
+
+
+_LOOKS = (
+    _Look("the run directory", _directory, ("name", "run_dir")),
+    _Look("the packages here", _packages, ("trainer", "slurm")),
+    _Look(
+        "the ranks' environment",
+        _rank_environment,
+        ("env", "env_from_files", "slurm", "trainer", "_packages"),
+    ),
+    _Look("the hooks", _hooks, ("hooks",), lambda d: d.plan.config.hooks != HooksConfig()),
+    _Look("the services", _services, ("services",), lambda d: bool(d.plan.config.services)),
+    _Look("the group", _group, ("group", "hooks"), lambda d: d.plan.config.group is not None),
+    _Look(
+        "the model, the data and the reward",
+        _inputs,
+        ("model", "data", "trainer", "distributed", "rollout", "_directory"),
+        lambda d: not d.plan.config.trainer.is_guest,
+    ),
+    _Look(
+        "the program and its data",
+        _program,
+        ("data", "trainer", "_directory"),
+        lambda d: d.plan.config.trainer.is_guest,
+    ),
+    _Look(
+        "the checkpoint to resume from",
+        _resume_from,
+        ("checkpoint", "trainer", "train", "_directory"),
+        lambda d: d.plan.config.checkpoint.resume_from not in (None, "auto"),
+    ),
+    _Look(
+        "the container's image",
+        _container,
+        ("slurm", "model", "data", "checkpoint"),
+        lambda d: d.plan.config.slurm.container is not None,
+    ),
+    _Look("the directories above the run", _surroundings, ("checkpoint", "run_dir", "_directory")),
+    _Look("the key", _keys, ("checkpoint",), lambda d: d.plan.config.checkpoint.encryption is not None),
+    _Look("the GPUs", _gpus, ("distributed",), lambda d: d.plan.config.distributed.device == "cuda"),
+    _Look(
+        "the metrics port",
+        _metrics_port,
+        ("observability",),
+        lambda d: d.plan.config.observability.metrics_port is not None,
+    ),
     # Local questions come before Slurm's: without slurmctld a command of Slurm takes 9 s to say so.
-    _slurm: ("slurm", "distributed", "run_dir"),
-    _run: ("configuration", "_directory"),
-    _resume_point: _WHOLE_RUN,
-    _code: _WHOLE_RUN,
-    _frozen_inputs: _WHOLE_RUN,
-    _verl: ("verl", "trainer", "model", "data", "distributed", "slurm", "_directory", "_run"),
-    _room: _WHOLE_RUN,
-    _deadlines: _WHOLE_RUN,
-}
-"""The looks at a submission, in order, each with what it goes by: sections of the configuration, and other looks."""
+    _Look("Slurm and its partition", _slurm, ("slurm", "distributed", "run_dir"), lambda d: d.ask_slurm),
+    _Look("earlier runs of this name", _beside, ("configuration", "_directory"), lambda d: not d.may_go_on),
+    _Look("the earlier run", _run, ("configuration", "_directory"), lambda d: d.may_go_on),
+    # It may read every byte of a checkpoint, and ask the user: not for a submission that is refused anyway.
+    _Look(
+        "the checkpoint that it goes on from", _resume_point, (*_WHOLE_RUN, _ANYTHING), lambda d: d.may_go_on
+    ),
+    _Look("the code", _code, _WHOLE_RUN),
+    _Look(
+        "whether what does not train is as it was",
+        _frozen_inputs,
+        (*_WHOLE_RUN, _ANYTHING),
+        lambda d: (
+            not d.plan.config.trainer.is_guest
+            and (d.may_go_on or d.plan.config.checkpoint.resume_from not in (None, "auto"))
+        ),
+    ),
+    _Look(
+        "verl's settings, model and data",
+        _verl,
+        ("verl", "trainer", "model", "data", "distributed", "slurm", "_directory", "_run"),
+        lambda d: d.plan.config.trainer.backend == "verl",
+    ),
+    _Look("room on the disk", _room, _WHOLE_RUN),
+    _Look("the deadlines", _deadlines, (*_WHOLE_RUN, "_slurm"), lambda d: d.ask_slurm),
+    _Look("Slurm's verdict on the job", _verdict, (_ANYTHING,), lambda d: d.ask_slurm),
+)
+"""The looks at a submission, in order."""
 
 
 def carry_out(

@@ -6,7 +6,9 @@ On each of these, verl itself would crash on every node and at every start, or, 
 import importlib.util
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -98,6 +100,9 @@ except Exception as error:
     found, key = str(cause), str(error).partition("full_key: ")[2]
 print(json.dumps([found, key]))
 """
+PLAN_S = 600.0
+"""A plan reads the heads of all shards: seconds, on storage that answers."""
+_NAMED = "what verl's settings name: model, data, files, modules"
 # Modules that verl 0.9.1 imports and `pip install verl` does not install: module → the name for pip.
 _BESIDES = {
     "sft": {"uvicorn": "uvicorn", "fastapi": "fastapi"},
@@ -129,31 +134,36 @@ def check_verl(
     if not paths.run_yaml.exists():  # a run that has begun with one continues with it
         refused += switches_as_text(said)
     # Before anything is composed: no other setting helps a run whose shards these ranks cannot read.
-    divided = check_ranks(config, paths, committed)
-    checked, notes = list[str](), [divided] if divided else []
+    with _passing_over("verl's own settings", _NAMED):
+        divided = check_ranks(config, paths, committed)
+    checked, notes, unjudged = list[str](), [divided] if divided else [], list[str]()
     if committed and not divided:
         checked.append(f"{counted(config.distributed.world_size, 'rank')}, as saved")
     if config.slurm.container is None:
-        version = installed_verl()
-        if note := require_usable(version):
-            notes.append(note)
-        else:
-            _require_beside(entry)
-        checked.append(f"verl {version} is installed")
-        composed, doubtful, refused = _composed(config, paths, said, refused)
+        with _passing_over(_NAMED):
+            version = installed_verl()
+            if note := require_usable(version):
+                notes.append(note)
+            else:
+                _require_beside(entry)
+            checked.append(f"verl {version} is installed")
+            composed, doubtful, refused = _composed(config, paths, said, refused)
         settings, notes = composed.settings, [*notes, *doubtful]
-        if not refused:
-            _require_fewer(config, settings)
-            # A run that has trained with its settings has passed them already: verl's import takes seconds.
-            if entry == "ppo" and not config.trainer.command and not committed:
-                notes += _judged_by_verl(config, composed)
-    else:
+        # A run that has trained with its settings has passed them already: verl's import takes seconds.
+        judged_by_verl = entry == "ppo" and not config.trainer.command and not committed
         if refused:
-            raise together(refused)
+            unjudged = ["verl's own judgement of its settings"] if judged_by_verl else []
+        else:
+            _require_fewer(config, settings)
+            notes += _judged_by_verl(config, composed) if judged_by_verl else []
+    else:
         notes.append("not looked at: verl, its engine and its defaults, which are the container's")
-        settings = said_settings(said)
-        require_possible(settings, said)
-        _require_named(entry, said)
+        with _passing_over(_NAMED):
+            if refused:
+                raise together(refused)
+            settings = said_settings(said)
+            require_possible(settings, said)
+            _require_named(entry, said)
     checked.append("verl's own settings")
     # All that is wrong is said at once: each look of the user's is a minute.
     wrong: list[VerlSlurmError] = [*refused]
@@ -166,8 +176,17 @@ def check_verl(
         else:
             read, notes = [*read, *good], [*notes, *unseen]
     if wrong:
-        raise together(wrong)
+        raise together(wrong, unjudged)
     return [*checked, *read], notes, _trained(entry, settings, said)
+
+
+@contextmanager
+def _passing_over(*names: str) -> Iterator[None]:
+    """Has an error name what is not looked at because of it."""
+    try:
+        yield
+    except VerlSlurmError as error:
+        raise together([error], names) from error.__cause__
 
 
 def _trained(entry: Entry, settings: Mapping[str, Any], said: Mapping[str, Setting]) -> str:
@@ -426,7 +445,8 @@ def check_ranks(config: RunConfig, paths: RunPaths, committed: Sequence[Checkpoi
         require_fsdp(source := source_of(path, manifest), now)
         if unseen := user_programs.why_unseen(config):
             return f"not looked at: whether {path.name} of {ranks} ranks can be divided among {now}: {unseen}"
-        plan = plan_source(source, now, partial(ranks_python, config, contained_argv))
+        end = partial(_end_late, time.monotonic() + PLAN_S)
+        plan = plan_source(source, now, partial(ranks_python, config, contained_argv), end)
         require_room(source, plan, paths.resharded.checkpoints)
     except ConfigError as error:
         # Megatron's has a merger of its own, which the error names.
@@ -439,6 +459,14 @@ def check_ranks(config: RunConfig, paths: RunPaths, committed: Sequence[Checkpoi
             expected=f"{ranks}",
             remedy=remedy if megatron else way_out(own, config.trainer.entry, ranks),
         ) from error
+    except _TooLate:
+        raise ConfigError(
+            "whether verl's checkpoint can be divided is not known in time",
+            where=own,
+            found=f"no plan for {now} ranks after {PLAN_S:.0f} s",
+            remedy=f"see whether its storage and the ranks' Python answer, or keep {ranks} ranks "
+            f"(distributed.dp_size={ranks})",
+        ) from None
     # The lead verifies every byte, sets a damaged one aside and says so.
     except (CheckpointCorrupt, SchemaMismatch, OSError):
         return ""
@@ -446,6 +474,15 @@ def check_ranks(config: RunConfig, paths: RunPaths, committed: Sequence[Checkpoi
         f"{path.name} was saved by {counted(plan.before, 'rank')}: the start divides it among {now} "
         f"({plan.num_bytes / 1e6:.1f} MB of tensors), and each of them stays the same (docs/verl.md)"
     )
+
+
+class _TooLate(Exception):
+    pass
+
+
+def _end_late(deadline_s: float, _num_bytes: int) -> None:
+    if time.monotonic() > deadline_s:
+        raise _TooLate
 
 
 def _require_fewer(config: RunConfig, settings: Mapping[str, Any]) -> None:
