@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from verl_slurm.checks.bad_nodes import folder, remember
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.health.bad_nodes import folder, remember
 from verl_slurm.slurm.batch import sbatch_parameters
 from verl_slurm.slurm.facts import PartitionFacts
 from verl_slurm.submit.checks import avoided_nodes as module

@@ -9,8 +9,8 @@ from tests.journals import append_event
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.info import CheckpointInfo
+from verl_slurm.checks.storage_probe import PlaceReport
 from verl_slurm.config.load import parse_config
-from verl_slurm.doctor.storage_probe import PlaceReport
 from verl_slurm.journal.steps import append_step
 from verl_slurm.loops.reach import reach
 from verl_slurm.submit.checks.deadlines import save_time

@@ -12,14 +12,14 @@ from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.shipped import shipped
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checks import Finding, bad, good, warn, worst
+from verl_slurm.checks.bad_nodes import folder, recall
+from verl_slurm.checks.cluster_rules import judge_cluster
+from verl_slurm.checks.storage_probe import judge_place, probe_place
 from verl_slurm.cli.command_options import CONFIG, Number, Whole, command, flag, option
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.doctor.cluster_rules import judge_cluster
-from verl_slurm.doctor.storage_probe import judge_place, probe_place
-from verl_slurm.health import Finding, bad, good, warn, worst
-from verl_slurm.health.bad_nodes import folder, recall
 from verl_slurm.slurm.slurm_client import SlurmClient
 from verl_slurm.submit.checks.model_and_reward import absolute
 from verl_slurm.submit.checks.preflight import partition_complaint
@@ -132,8 +132,8 @@ async def _ask_slurm(config: RunConfig, drill: bool, preempt_by: str | None, wai
             bad("partition", f"{facts.name}: {complaint}", "another one, or other slurm settings"),
         ]
     if drill:
-        from verl_slurm.doctor.cluster_rules import kill_wait_s
-        from verl_slurm.doctor.fire_drill import fire_drill
+        from verl_slurm.checks.cluster_rules import kill_wait_s
+        from verl_slurm.checks.fire_drill import fire_drill
 
         bar = render.Bar(tells=True)
         try:

@@ -3,8 +3,8 @@
 import asyncio
 
 from verl_slurm.base.errors import NotFound, SlurmMissing
+from verl_slurm.checks.bad_nodes import recall
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.health.bad_nodes import recall
 from verl_slurm.slurm.commands import NODE_LIST
 from verl_slurm.slurm.slurm_client import SlurmClient
 from verl_slurm.slurm.sparing import sparable

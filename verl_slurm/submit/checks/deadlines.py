@@ -13,9 +13,9 @@ from pathlib import Path
 
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.info import CheckpointInfo
+from verl_slurm.checks.cluster_rules import SaveTime, expected_save, judge_deadlines, measured_save
+from verl_slurm.checks.storage_probe import PlaceReport, probe_place
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.doctor.cluster_rules import SaveTime, expected_save, judge_deadlines, measured_save
-from verl_slurm.doctor.storage_probe import PlaceReport, probe_place
 from verl_slurm.journal.files import read_history
 from verl_slurm.journal.steps import last_steps
 from verl_slurm.loops.reach import STEPS_LOOKED_AT, reach

@@ -3,9 +3,8 @@
 import pytest
 
 from tests.journals import make_event
-from verl_slurm.config.load import parse_config
-from verl_slurm.config.schema import RunConfig
-from verl_slurm.doctor.cluster_rules import (
+from verl_slurm.checks import Finding, worst
+from verl_slurm.checks.cluster_rules import (
     SaveTime,
     expected_save,
     judge_cluster,
@@ -13,7 +12,8 @@ from verl_slurm.doctor.cluster_rules import (
     kill_wait_s,
     measured_save,
 )
-from verl_slurm.health import Finding, worst
+from verl_slurm.config.load import parse_config
+from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal.history import History
 from verl_slurm.slurm.facts import PartitionFacts
 

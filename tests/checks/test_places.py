@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from verl_slurm.doctor.storage_probe import PlaceReport, judge_place, probe_place
+from verl_slurm.checks.storage_probe import PlaceReport, judge_place, probe_place
 
 GOOD = PlaceReport(path="/run", medium="xfs", free_bytes=10**12, write_bytes_per_s=1e9, sync_s=0.001)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from verl_slurm.health.bad_nodes import BadNode, folder, recall, remember
+from verl_slurm.checks.bad_nodes import BadNode, folder, recall, remember
 
 
 @pytest.fixture(autouse=True)

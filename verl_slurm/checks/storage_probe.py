@@ -16,7 +16,7 @@ import msgspec
 
 from verl_slurm.base.files import open_new, rename
 from verl_slurm.base.mounts import file_system
-from verl_slurm.health import Finding, bad, good, warn
+from verl_slurm.checks import Finding, bad, good, warn
 
 _BYTES = 64 << 20
 _PIECE = 4 << 20

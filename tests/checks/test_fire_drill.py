@@ -8,12 +8,10 @@ import msgspec
 import pytest
 
 from verl_slurm.base.errors import SlurmRefused
+from verl_slurm.checks import Finding, drill_job
+from verl_slurm.checks.drill_job import ClockServer, NodeReport, ask_clock, look_at_node
+from verl_slurm.checks.fire_drill import DrillRecord, judge_drill, judge_nodes, rival_argv
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.doctor import drill_job
-from verl_slurm.doctor.fire_drill import _rival_argv
-from verl_slurm.doctor.node_probe import ClockServer, NodeReport, ask_clock, look_at_node
-from verl_slurm.doctor.node_rules import DrillRecord, judge_drill, judge_nodes
-from verl_slurm.health import Finding
 
 FIRST = NodeReport(
     node="n1",
@@ -131,13 +129,13 @@ def test_a_name_that_means_loopback_on_the_node_itself_is_not_published(
     monkeypatch.setattr(drill_job.socket, "gethostname", lambda: "elsewhere")
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
     monkeypatch.delenv("SLURM_LAUNCH_NODE_IPADDR", raising=False)
-    assert drill_job._own_address() == "127.0.1.1"
+    assert drill_job.own_address() == "127.0.1.1"
     monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", "10.0.0.7")
-    assert drill_job._own_address() == "10.0.0.7"
+    assert drill_job.own_address() == "10.0.0.7"
 
 
 def test_the_job_that_preempts_wants_the_drills_own_nodes_and_no_one_elses(tmp_path: Path) -> None:
-    assert "--nodelist=n[1-2]" in _rival_argv(RunConfig(), tmp_path, "urgent", "n[1-2]")
+    assert "--nodelist=n[1-2]" in rival_argv(RunConfig(), tmp_path, "urgent", "n[1-2]")
     for nowhere in (None, "n1 --uid=0"):
         with pytest.raises(SlurmRefused, match=re.escape("--preempt-by")):
-            _rival_argv(RunConfig(), tmp_path, "urgent", nowhere)
+            rival_argv(RunConfig(), tmp_path, "urgent", nowhere)
