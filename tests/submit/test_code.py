@@ -20,8 +20,7 @@ from verl_slurm.program.programs import Moves
 from verl_slurm.submit import submission
 from verl_slurm.submit.checks import code_trees as checks
 from verl_slurm.submit.checks.code_trees import plan_code
-from verl_slurm.submit.checks.model_and_reward import absolute
-from verl_slurm.submit.relative_paths import Places
+from verl_slurm.submit.relative_paths import Places, absolute
 from verl_slurm.submit.submission import carry_out, plan_submission
 from verl_slurm.submit.submission_plan import CodePlan, SubmissionPlan
 

@@ -379,7 +379,7 @@ def test_a_configuration_without_model_data_or_reward_is_refused(
         capfd.readouterr()
         assert main(["submit", "my.yaml", "--cluster", "local", "--dry-run"]) == ExitCode.CONFIG
         said, unseen = capfd.readouterr().err.splitlines()
-        assert "the model, the data and the reward" in unseen
+        assert "model, data and reward" in unseen
         assert "found no model.path, no model.reward, no data.root" in said
     for missing in sections:
         words = [f"{key}={value}" for key, value in sections.items() if key != missing]

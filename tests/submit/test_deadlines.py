@@ -13,7 +13,7 @@ from verl_slurm.checks.storage_probe import PlaceReport
 from verl_slurm.config.load import parse_config
 from verl_slurm.journal.steps import append_step
 from verl_slurm.loops.reach import reach
-from verl_slurm.submit.checks.deadlines import save_time
+from verl_slurm.submit.checks.slurm_answers import save_time
 
 CONFIG = parse_config(b"", "my.yaml", ())
 

@@ -36,7 +36,7 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.dataset.fingerprint.data_record import Drift, fingerprint
 from verl_slurm.runtime_state.segment import frame, head
 from verl_slurm.submit.checks import resume_point
-from verl_slurm.submit.checks.preflight import check_run_dir
+from verl_slurm.submit.checks.run_directory import check_run_dir
 from verl_slurm.submit.submission import carry_out, check_drift, plan_submission
 from verl_slurm.submit.submission_plan import SubmissionPlan
 from verl_slurm.submit.undoing import only_submitter

@@ -6,8 +6,7 @@ import pytest
 
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.config.schema import DistributedConfig
-from verl_slurm.submit.checks.model_and_reward import BUILTIN_MODELS
-from verl_slurm.submit.checks.model_families import check_model_shape, shape_complaints
+from verl_slurm.submit.checks.model_files import BUILTIN_MODELS, check_model_shape, shape_complaints
 
 TINY = BUILTIN_MODELS["tiny"]
 

@@ -21,7 +21,7 @@ from verl_slurm.runs.liveness import job_state
 from verl_slurm.runs.requests import cancel_run
 from verl_slurm.runs.run_record import last_job
 from verl_slurm.slurm.runner import telling
-from verl_slurm.submit.checks.slurm_verdict import judge_script
+from verl_slurm.submit.checks.slurm_answers import judge_script
 from verl_slurm.submit.executor import MayBeQueued
 from verl_slurm.submit.submission import carry_out, plan_submission
 from verl_slurm.submit.submission_plan import SubmissionPlan

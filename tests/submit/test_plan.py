@@ -14,15 +14,15 @@ from verl_slurm.slurm.batch import sbatch_options, sbatch_parameters, unwanted_e
 from verl_slurm.slurm.facts import PartitionFacts
 from verl_slurm.submit.checks.model_and_reward import (
     BUILTIN_DATA,
-    BUILTIN_MODELS,
     RULES,
-    absolute,
     build_builtins,
     built_before,
     cache_dir,
     needs_building,
 )
-from verl_slurm.submit.checks.preflight import choose_cluster, partition_complaint
+from verl_slurm.submit.checks.model_files import BUILTIN_MODELS
+from verl_slurm.submit.checks.slurm_answers import choose_cluster, partition_complaint
+from verl_slurm.submit.relative_paths import absolute
 
 
 def config(*overrides: str) -> RunConfig:

@@ -7,6 +7,7 @@ import pytest
 
 from tests.builders import run_config
 from verl_slurm.base.errors import ConfigError, DataError, NotFound, VerlSlurmError
+from verl_slurm.checks import good, told
 from verl_slurm.config.container_section import ContainerConfig
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.submit.checks.model_and_reward import check_guest, check_reward
@@ -81,7 +82,7 @@ def test_a_launcher_a_script_or_a_binary_is_refused_with_what_to_write(
 
 @pytest.mark.parametrize("command", ["train.py", "train", "-m json.tool"])
 def test_a_python_program_is_good(here: Path, command: str) -> None:
-    assert check_guest(started_by(*command.split())) == (["program"], [])
+    assert check_guest(started_by(*command.split())) == [good("program")]
 
 
 def test_a_program_that_is_not_there_cannot_be_parsed_or_lacks_a_module_is_refused(here: Path) -> None:
@@ -115,7 +116,7 @@ def test_what_cannot_be_seen_from_here_is_said_and_not_called_good(here: Path) -
     ]
     for words, keys, said in cases:
         backend = str(keys.pop("backend", "command"))
-        (note,) = check_guest(started_by(*words, backend=backend, **keys)).notes
+        _, (note,) = told(check_guest(started_by(*words, backend=backend, **keys)))
         assert note.startswith("not looked at: "), note
         assert said in note
 
@@ -126,7 +127,7 @@ def test_no_code_of_the_configurations_pythonpath_is_run(here: Path) -> None:
     (here / "lib" / "only_here.py").write_text(f"open({str(here / 'ran')!r}, 'w')\n")
     (here / "needs.py").write_text("import only_here\n")
     found = check_guest(started_by("needs.py", env={"PYTHONPATH": str(here / "lib")}))
-    assert found.notes == []
+    assert told(found)[1] == []
     assert not (here / "ran").exists()
 
 
@@ -164,7 +165,7 @@ def test_a_relative_import_works_or_is_refused(
     program = started_by("-m", "mine.reward", env={"PYTHONPATH": str(here)})
     if not by_module:
         assert check_reward(module, config) == []
-        assert check_guest(program).good == ["program"]
+        assert told(check_guest(program))[0] == ["program"]
     else:
         for check in (lambda: check_reward(module, config), lambda: check_guest(program)):
             with pytest.raises(ConfigError, match=by_module):
@@ -205,7 +206,7 @@ def test_a_classifier_without_one_score_is_refused(tmp_path: Path, said: dict[st
 def test_a_source_of_deep_attributes_is_read_in_a_moment(here: Path) -> None:
     deep = "x = (" + "+".join(["a"] * 900) + ").y\n"
     (here / "deep.py").write_text(deep + f"x = ([{'0,' * 900}]){'.a' * 150}\n" * 100)
-    assert check_guest(started_by("deep.py")).good == ["program"]
+    assert told(check_guest(started_by("deep.py")))[0] == ["program"]
 
 
 def test_a_module_that_lies_beside_a_reward_is_copied_by_a_tree_of_code(here: Path) -> None:

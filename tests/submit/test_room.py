@@ -18,7 +18,7 @@ from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dataset.fingerprint.data_record import fingerprint
 from verl_slurm.submit.checks.model_files import num_parameters
-from verl_slurm.submit.checks.room import check_room, frozen_to_come, num_to_come
+from verl_slurm.submit.checks.run_directory import check_room, frozen_to_come, num_to_come
 
 GB = 10**9
 PLACE = Path("/run/checkpoints")

@@ -17,13 +17,14 @@ from verl_slurm.base.errors import ConfigError, DataError, VerlSlurmError
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.format.specification import FileEntry
+from verl_slurm.checks import told
 from verl_slurm.config.container_section import ContainerConfig
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.submit.checks import verl as verl_checks
-from verl_slurm.submit.checks.model_and_reward import absolute
-from verl_slurm.submit.checks.room import checkpoint_size
+from verl_slurm.submit.checks.run_directory import checkpoint_size
 from verl_slurm.submit.checks.verl import check_ranks, check_verl
+from verl_slurm.submit.relative_paths import absolute
 from verl_slurm.verl.releases import installed_verl
 
 pytest.importorskip("pyarrow")
@@ -69,7 +70,7 @@ def config(place: Path, *overrides: str, entry: str = "sft") -> RunConfig:
 
 def check(given: RunConfig, *committed: CheckpointInfo, version: str | None = "0.9.1") -> Any:
     with mock.patch.object(verl_checks, "installed_verl", return_value=version):
-        return check_verl(given, RunPaths(given.run_dir), committed)[:2]
+        return told(check_verl(given, RunPaths(given.run_dir), committed)[0])
 
 
 def saved(step: int, ranks: int) -> CheckpointInfo:

@@ -12,23 +12,6 @@ import msgspec
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 
-__all__ = [
-    "ANYTHING",
-    "Check",
-    "CheckResults",
-    "Finding",
-    "Verdict",
-    "When",
-    "WrongProduct",
-    "bad",
-    "good",
-    "run_checks",
-    "skipped",
-    "told",
-    "warn",
-    "worst",
-]
-
 Verdict = Literal["not checked", "good", "warning", "bad"]
 """`bad`: a run would lose work or never start. `warning`: it costs time, or is a choice to know about. The better
 first."""

@@ -48,6 +48,25 @@ _WARNING = "SIGUSR1"
 _OURS = ("job-name", "time", "signal", "requeue", "nodes")
 
 
+class DrillRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The record of a fire drill. Times are seconds after the event named; None: it never came."""
+
+    how: str
+    """`requeue` or `preemption by PARTITION`: the way in which the job was ended for the first time."""
+    kill_wait_s: int
+    warning_to_batch_s: float | None
+    """From `scancel -b -s USR1` to the batch process."""
+    warning_to_steps: bool
+    """A step got the warning, too: it would kill ranks."""
+    signals_to_batch: tuple[str, ...]
+    signals_to_steps: tuple[str, ...]
+    """The signals that ended the job for the first time: names in alphabetical order, each once."""
+    kill_after_s: float | None
+    """From the first TERM to the last sign of life of a process that ignored it."""
+    again_after_s: float | None
+    """From asking for the end to the first message of the requeued job."""
+
+
 async def fire_drill(
     config: RunConfig,
     parent: Path,
@@ -322,25 +341,6 @@ def _alike(topic: str, said: dict[str, str]) -> Finding:
         f"{most} on {count} of {len(said)} nodes; {others}",
         "results would differ from node to node: the same environment everywhere (--exclude the others meanwhile)",
     )
-
-
-class DrillRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The record of a fire drill. Times are seconds after the event named; None: it never came."""
-
-    how: str
-    """`requeue` or `preemption by PARTITION`: the way in which the job was ended for the first time."""
-    kill_wait_s: int
-    warning_to_batch_s: float | None
-    """From `scancel -b -s USR1` to the batch process."""
-    warning_to_steps: bool
-    """A step got the warning, too: it would kill ranks."""
-    signals_to_batch: tuple[str, ...]
-    signals_to_steps: tuple[str, ...]
-    """The signals that ended the job for the first time: names in alphabetical order, each once."""
-    kill_after_s: float | None
-    """From the first TERM to the last sign of life of a process that ignored it."""
-    again_after_s: float | None
-    """From asking for the end to the first message of the requeued job."""
 
 
 def judge_drill(record: DrillRecord) -> list[Finding]:

@@ -35,7 +35,7 @@ from verl_slurm.slurm.batch import awaiting, component_lines, sbatch_parameters,
 from verl_slurm.slurm.requeue_rules import is_answer
 from verl_slurm.slurm.runner import Completed, slurm_words, waiting_for
 from verl_slurm.slurm.slurm_client import SlurmClient
-from verl_slurm.submit.checks.slurm_verdict import refusal
+from verl_slurm.submit.checks.slurm_answers import refusal
 from verl_slurm.submit.submission_plan import Cluster, SubmissionPlan
 
 _TIMEOUT_S = 120.0

@@ -1,7 +1,6 @@
 """A submission, in order: check everything, make, queue. A failure leaves nothing half-made.
 
-* `plan_submission` checks, in this order: config, paths, run directory, model and data, Slurm, an existing run. It
-  makes nothing.
+* `plan_submission` runs the list of checks (`checks/check_list.py`). It makes nothing.
 * `carry_out` makes built-ins, the fingerprint, RUN/ and run.yaml, and queues the job by sbatch. On a failure all of it
   is undone.
 """
@@ -10,63 +9,33 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 
-from verl_slurm.base.errors import ConfigError, DatasetDrift, Fenced, NotFound, VerlSlurmError, together
+from verl_slurm.base.errors import ConfigError, DatasetDrift, Fenced, NotFound, together
 from verl_slurm.base.files import open_to_group, private_dir
-from verl_slurm.base.one_line import shell_word
-from verl_slurm.base.packages import require_packages
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.format.info import CheckpointInfo
-from verl_slurm.checkpoint.store.catalog import list_checkpoints
-from verl_slurm.checkpoint.store.lost import data_digest, former_checkpoint, require_run_id
-from verl_slurm.checkpoint.store.run_config import trained_with
-from verl_slurm.config.changes import refuse_changes, require_in_place
-from verl_slurm.config.elastic import keep_step
-from verl_slurm.config.hooks_section import HooksConfig
+from verl_slurm.checkpoint.store.lost import data_digest
+from verl_slurm.checks import run_checks, told
+from verl_slurm.config.changes import require_in_place
 from verl_slurm.config.load import dump, given_in, load_resolved, read_config
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dataset.fingerprint import data_record as prints
 from verl_slurm.journal import events as ev
 from verl_slurm.journal.files import append_event
-from verl_slurm.program.programs import Moves
 from verl_slurm.runs.liveness import refuse_living
-from verl_slurm.runs.run_record import ended_well, has_begun, require_run, steps_done
-from verl_slurm.submit.checks.avoided_nodes import nodes_to_avoid
-from verl_slurm.submit.checks.code_trees import CodeChoice, TreesRead, keep_code, plan_code
-from verl_slurm.submit.checks.deadlines import check_deadlines
-from verl_slurm.submit.checks.group import check_group, group_id
-from verl_slurm.submit.checks.model_and_reward import absolute, build_builtins, built_before, check_guest
-from verl_slurm.submit.checks.model_families import check_family
-from verl_slurm.submit.checks.pinned_image import check_container
-from verl_slurm.submit.checks.preflight import (
-    SlurmSays,
-    check_hooks,
-    check_inputs,
-    check_keys,
-    check_metrics_port,
-    check_resume_from,
-    check_run_dir,
-    check_slurm,
-    check_surroundings,
-    choose_cluster,
-    gpu_note,
-    source_note,
-    unexpanded,
-)
-from verl_slurm.submit.checks.ranks_environment import check_rank_environment, why_not_run
-from verl_slurm.submit.checks.resume_point import check_frozen_inputs, check_records, find_resume
-from verl_slurm.submit.checks.room import check_room, frozen_to_come
-from verl_slurm.submit.checks.service_programs import check_services
-from verl_slurm.submit.checks.slurm_verdict import judge_script
-from verl_slurm.submit.checks.submitting_machine import machine_notes
+from verl_slurm.runs.run_record import has_begun, require_run
+from verl_slurm.submit.checks.check_list import CHECKS, Draft, changed_keys, source_note, unexpanded
+from verl_slurm.submit.checks.code_trees import CodeChoice, TreesRead, keep_code
+from verl_slurm.submit.checks.model_and_reward import build_builtins
+from verl_slurm.submit.checks.ranks_environment import why_not_run
+from verl_slurm.submit.checks.run_directory import group_id
+from verl_slurm.submit.checks.slurm_answers import choose_cluster
 from verl_slurm.submit.checks.user_programs import python_not_run
-from verl_slurm.submit.checks.verl import check_verl
-from verl_slurm.submit.executor import MayBeQueued, render_script, submit_job
-from verl_slurm.submit.relative_paths import Places, given_keys
-from verl_slurm.submit.submission_plan import SubmissionPlan, reshaped, trains_line, why_done
+from verl_slurm.submit.executor import MayBeQueued, submit_job
+from verl_slurm.submit.relative_paths import Places, absolute, given_keys
+from verl_slurm.submit.submission_plan import SubmissionPlan, trains_line
 from verl_slurm.submit.undoing import (
     keep_content,
     make_mark,
@@ -76,13 +45,9 @@ from verl_slurm.submit.undoing import (
     remove_new,
     replace_content,
 )
-from verl_slurm.tiers.opening import namesakes
 from verl_slurm.verl.verl_inputs import data_of
 
 Confirm = Callable[[prints.Drift], bool]
-
-_BY_LENGTH = ("linear", "cosine", "wsd")
-"""Schedules that end with the run (trainer/objective/optimizers.py)."""
 
 
 class SubmissionResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,52 +61,6 @@ class SubmissionResult(msgspec.Struct, frozen=True, kw_only=True):
     changed: tuple[str, ...] = ()
     """Keys that differ from the run's former submission."""
     notes: tuple[str, ...] = ()
-
-
-class _Draft(msgspec.Struct, kw_only=True):
-    """A plan in the making: each look adds what is good, what the user should know, and what is wrong.
-
-    Attributes:
-        written: the configuration as the user wrote it.
-        doubt: why the configuration may be a stranger's; empty: it is the user's.
-        not_run: why nothing that the configuration names is run (`why_not_run`); empty: it is.
-        code, trees, begin_again: as of `plan_submission`; `directory` is its `base`.
-        refused: sections with a wrong key, and looks that have refused; what goes by them is not looked at.
-        problems: all that was refused, to be said in one answer.
-        committed: checkpoints of the run, newest first.
-        trained: what verl will train.
-    """
-
-    plan: SubmissionPlan
-    written: RunConfig
-    places: Places
-    ask_slurm: bool
-    not_run: str
-    directory: Path
-    code: CodeChoice | None
-    trees: TreesRead | None
-    begin_again: Callable[[str], bool] | None
-    refused: set[str] = set()
-    problems: list[VerlSlurmError] = []
-    slurm: SlurmSays | None = None
-    committed: list[CheckpointInfo] = []
-    trained: str = ""
-
-    @property
-    def paths(self) -> RunPaths:
-        return RunPaths(self.plan.run_dir)
-
-    @property
-    def may_go_on(self) -> bool:
-        """Returns whether there is an earlier run, as far as the directory was looked at."""
-        return not (self.plan.new_run and "run directory" in self.plan.checked)
-
-    def add(self, good: Sequence[str], notes: Sequence[str | None] = ()) -> None:
-        self.plan.checked += good
-        self.plan.notes += [note for note in notes if note]
-
-    def note(self, *notes: str | None) -> None:
-        self.add([], notes)
 
 
 def plan_submission(
@@ -186,7 +105,7 @@ def plan_submission(
     places = Places(base or Path.cwd(), source, given_keys(overrides, verl))
     config, (chosen, chosen_note) = absolute(written, places), choose_cluster(cluster)
     doubt = source_note(source)
-    draft = _Draft(
+    draft = Draft(
         plan=SubmissionPlan(config=config, cluster=chosen, new_run=True),
         written=written,
         places=places,
@@ -196,313 +115,18 @@ def plan_submission(
         code=code,
         trees=trees,
         begin_again=begin_again,
-        refused={
-            section for key, _ in wrong for section in (key.partition(".")[0], "configuration", _ANYTHING)
-        },
-        problems=[error for _, error in wrong],
     )
-    draft.add(["configuration"], [*places.notes, doubt, chosen_note])
-    passed_over = []
+    refused = {section for key, _ in wrong for section in (key.partition(".")[0], "configuration")}
     with python_not_run(draft.not_run):
-        for look in _LOOKS:
-            if not look.concerns(draft):
-                continue
-            if not draft.refused.isdisjoint(look.goes_by):
-                passed_over.append(look.at)
-                continue
-            try:
-                look.act(draft)
-            except VerlSlurmError as error:
-                draft.problems.append(error)
-                draft.refused |= {look.act.__name__, _ANYTHING}
-    if draft.problems:
-        raise together(draft.problems, passed_over)
-    draft.plan.trains = trains_line(draft.plan.config, places.given | given_in(source), chosen, draft.trained)
-    return draft.plan
-
-
-def _directory(draft: _Draft) -> None:
-    check_run_dir(draft.paths.root)
-    draft.plan.new_run = not draft.paths.run_yaml.exists()  # asked of a directory that is ours alone
-    draft.add(["run directory"])
-
-
-def _imported(config: RunConfig) -> tuple[str, ...]:
-    # A guest brings packages of its own; torch is what saving its state needs.
-    return ("torch",) if config.trainer.is_guest else ("torch", "transformers", "numpy")
-
-
-def _packages(draft: _Draft) -> None:
-    # Ranks run in the environment that submits. If they have a container of their own, the job finds out.
-    config = draft.plan.config
-    if config.slurm.container is None and config.slurm.python is None:
-        wanted_by = f"a run with trainer.backend: {config.trainer.backend}"
-        require_packages(*_imported(config), wanted_by=wanted_by)
-
-
-def _rank_environment(draft: _Draft) -> None:
-    config = draft.plan.config
-    draft.add(*check_rank_environment(config, _imported(config), draft.not_run))
-
-
-def _hooks(draft: _Draft) -> None:
-    draft.add(*check_hooks(draft.plan.config))
-
-
-def _services(draft: _Draft) -> None:
-    draft.add(*check_services(draft.plan.config))
-
-
-def _group(draft: _Draft) -> None:
-    good, unreachable = check_group(draft.plan.config)
-    draft.add(good, [unreachable])
-
-
-def _with_run_code(draft: _Draft) -> RunConfig:
-    # With `--code run` the programs that count are the run's copies: those outside may be gone.
-    config = draft.plan.config
-    return Moves.of(draft.paths).config(config) if draft.code == "run" else config
-
-
-def _inputs(draft: _Draft) -> None:
-    runs, begun = _with_run_code(draft), has_begun(draft.paths)
-    draft.plan.inputs, notes = check_inputs(runs, draft.written.model.path, begun=begun)
-    notes += check_family(draft.plan.config)
-    draft.add([f"{name} {taken}" for name, taken in draft.plan.inputs], notes)
-
-
-def _program(draft: _Draft) -> None:
-    draft.add(*check_guest(_with_run_code(draft)))
-    if data_of(draft.plan.config) is None:
-        draft.note("not looked at: whether the data stays the same between attempts; data.root names it")
-
-
-def _resume_from(draft: _Draft) -> None:
-    check_resume_from(draft.plan.config)
-    draft.add(["the checkpoint to resume from"])
-
-
-def _surroundings(draft: _Draft) -> None:
-    draft.note(check_surroundings(draft.plan.config))
-
-
-def _gpus(draft: _Draft) -> None:
-    draft.note(gpu_note(draft.plan.config, draft.plan.cluster))
-
-
-def _metrics_port(draft: _Draft) -> None:
-    draft.note(check_metrics_port(draft.plan.config))
-
-
-def _container(draft: _Draft) -> None:
-    draft.plan.config, good = check_container(draft.plan.config, draft.plan.cluster)
-    draft.add(good)
-
-
-def _keys(draft: _Draft) -> None:
-    draft.add(["key"], [check_keys(draft.plan.config, draft.plan.cluster)])
-
-
-def _slurm(draft: _Draft) -> None:
-    config = draft.plan.config
-    draft.slurm = check_slurm(config)
-    name = f"Slurm partition {config.slurm.partition}" if config.slurm.partition else "Slurm"
-    draft.add([name], [*draft.slurm.notes, *machine_notes(config, draft.slurm.conf)])
-
-
-def _beside(draft: _Draft) -> None:
-    """Looks for earlier runs that a new one may have been meant to go on with."""
-    config = draft.plan.config
-    if other := draft.places.run_beside(draft.written.run_dir.replace("{name}", config.name)):
-        meant = f"{other} exists beside the YAML; {shell_word(f'run_dir={other}')} means it"
-        draft.note(f"a new run, since run_dir goes by where you are: {meant}")
-    if config.checkpoint.resume_from == "auto":
-        for tier, step in namesakes(config).items():
-            word = shell_word(f"checkpoint.resume_from={step}")
-            earlier = f"tier {tier} has checkpoints of an earlier one of this name"
-            draft.note(f"a new run, which begins at step 0: {earlier}, and {word} goes on from the newest")
-
-
-def _run(draft: _Draft) -> None:
-    """Checks an existing run: what it has trained with decides what may change, and no job of it may live."""
-    plan, config, paths = draft.plan, draft.plan.config, draft.paths
-    # Here as well as in the lead: the job would end before its journal could say so.
-    require_run_id(paths)
-    draft.committed = committed = [info for info in list_checkpoints(paths) if info.kind == "committed"]
-    check_records(paths, committed)
-    plan.begun = begun = has_begun(paths) or bool(former_checkpoint(paths, config))
-    former = _former(paths, config, begun=begun)
-    # Before the comparison: the path of a built-in holds a hash of its builder, which differs after an upgrade.
-    config = built_before(config, former)
-    resharded = former.distributed.axes != config.distributed.axes
-    # A step has the same number of responses on any number of ranks, so sizes per device follow the devices.
-    if begun and resharded and not config.trainer.is_guest:
-        config = keep_step(former, config)
-        draft.note(reshaped(former, config))
-    plan.config = config
-    changed = _changes(paths, config, begun=begun)
-    # Allowed, and said: in a longer run the rate of each step to come is another one.
-    schedule = config.train.lr_schedule
-    if begun and "train.steps" in changed and schedule in _BY_LENGTH:
-        draft.note(f"train.steps changes the {schedule} schedule: learning rates differ from here on")
-    refuse_living(paths, ask_for_unknown=draft.ask_slurm)
-    if ended_well(paths):
-        plan.done = why_done(config, committed)
-        if config.trainer.is_guest:
-            draft.note("the run has ended as done: it ends again at once, unless its program has more to do")
-    draft.add(["the run's former configuration and job"])
-
-
-def _resume_point(draft: _Draft) -> None:
+        results = run_checks(CHECKS, "submit", draft, refused=refused)
+    if problems := [*(error for _, error in wrong), *results.refusals.values()]:
+        raise together(problems, results.left_out)
     plan = draft.plan
-    resume = find_resume(plan.config, draft.paths, draft.committed, draft.begin_again)
-    plan.resumes_from, plan.resume_read, plan.begins_again = resume.name, resume.read, resume.lost
-    draft.add([f"checkpoint {resume.name}: every byte"] if resume.read else [], [resume.note])
-
-
-def _code(draft: _Draft) -> None:
-    plan = draft.plan
-    plan.code = plan_code(
-        plan.config,
-        draft.directory,
-        draft.paths,
-        begun=plan.begun,
-        choice=draft.code,
-        known=draft.trees,
-        ask_python=not draft.not_run,
-    )
-    lines = "; ".join(plan.code.lines())
-    draft.add([f"code {lines}"] if plan.code.record.trees else [], plan.code.notes)
-
-
-def _frozen_inputs(draft: _Draft) -> None:
-    config, paths = draft.plan.config, draft.paths
-    wanted = config.checkpoint.resume_from
-    resumed = draft.plan.resumes_from if wanted == "auto" else wanted
-    if resumed:
-        # With `--code new` a changed reward is a new copy, which the ranks refuse.
-        draft.note(*check_frozen_inputs(_with_run_code(draft), paths, resumed))
-
-
-def _verl(draft: _Draft) -> None:
-    good, notes, draft.trained = check_verl(draft.plan.config, draft.paths, draft.committed)
-    draft.add(good, notes)
-
-
-def _room(draft: _Draft) -> None:
-    # The newest committed checkpoint tells how much one takes.
-    config, paths = draft.plan.config, draft.paths
-    frozen = frozen_to_come(config, paths)
-    draft.note(check_room(config, paths.checkpoints, draft.committed, frozen=frozen))
-
-
-def _deadlines(draft: _Draft) -> None:
-    config, slurm = draft.plan.config, draft.slurm
-    assert slurm is not None
-    draft.add(*check_deadlines(config, draft.paths, draft.committed, slurm))
-    draft.plan.avoids, notes = nodes_to_avoid(config, slurm)
-    draft.note(*notes)
-
-
-def _verdict(draft: _Draft) -> None:
-    # The last question, since sbatch judges the very script that would be queued.
-    said, words = judge_script(draft.plan.config, render_script(draft.plan))
-    draft.add([f"sbatch --test-only: {said}"], words)
-
-
-_ANYTHING = "anything"
-_WHOLE_RUN = ("configuration", "_directory", "_run")
-
-
-class _Look(NamedTuple):
-    """One look at a submission.
-
-    Attributes:
-        at: what it looks at, in plain words.
-        goes_by: sections of the configuration, and other looks, of which none may be refused; `_ANYTHING`: nothing may.
-        concerns: whether it looks at something of this run. It is asked also where the look is passed over, so it
-            trusts no more than the sections that could be read.
-    """
-
-    at: str
-    act: Callable[[_Draft], None]
-    goes_by: tuple[str, ...]
-    concerns: Callable[[_Draft], bool] = lambda _: True
-
-
-_LOOKS = (
-    _Look("the run directory", _directory, ("name", "run_dir")),
-    _Look("the packages here", _packages, ("trainer", "slurm")),
-    _Look(
-        "the ranks' environment",
-        _rank_environment,
-        ("env", "env_from_files", "slurm", "trainer", "_packages"),
-    ),
-    _Look("the hooks", _hooks, ("hooks",), lambda d: d.plan.config.hooks != HooksConfig()),
-    _Look("the services", _services, ("services",), lambda d: bool(d.plan.config.services)),
-    _Look("the group", _group, ("group", "hooks"), lambda d: d.plan.config.group is not None),
-    _Look(
-        "the model, the data and the reward",
-        _inputs,
-        ("model", "data", "trainer", "distributed", "rollout", "_directory"),
-        lambda d: not d.plan.config.trainer.is_guest,
-    ),
-    _Look(
-        "the program and its data",
-        _program,
-        ("data", "trainer", "_directory"),
-        lambda d: d.plan.config.trainer.is_guest,
-    ),
-    _Look(
-        "the checkpoint to resume from",
-        _resume_from,
-        ("checkpoint", "trainer", "train", "_directory"),
-        lambda d: d.plan.config.checkpoint.resume_from not in (None, "auto"),
-    ),
-    _Look(
-        "the container's image",
-        _container,
-        ("slurm", "model", "data", "checkpoint"),
-        lambda d: d.plan.config.slurm.container is not None,
-    ),
-    _Look("the directories above the run", _surroundings, ("checkpoint", "run_dir", "_directory")),
-    _Look("the key", _keys, ("checkpoint",), lambda d: d.plan.config.checkpoint.encryption is not None),
-    _Look("the GPUs", _gpus, ("distributed",), lambda d: d.plan.config.distributed.device == "cuda"),
-    _Look(
-        "the metrics port",
-        _metrics_port,
-        ("observability",),
-        lambda d: d.plan.config.observability.metrics_port is not None,
-    ),
-    # Local questions come before Slurm's: without slurmctld a command of Slurm takes 9 s to say so.
-    _Look("Slurm and its partition", _slurm, ("slurm", "distributed", "run_dir"), lambda d: d.ask_slurm),
-    _Look("earlier runs of this name", _beside, ("configuration", "_directory"), lambda d: not d.may_go_on),
-    _Look("the earlier run", _run, ("configuration", "_directory"), lambda d: d.may_go_on),
-    # It may read every byte of a checkpoint, and ask the user: not for a submission that is refused anyway.
-    _Look(
-        "the checkpoint that it goes on from", _resume_point, (*_WHOLE_RUN, _ANYTHING), lambda d: d.may_go_on
-    ),
-    _Look("the code", _code, _WHOLE_RUN),
-    _Look(
-        "whether what does not train is as it was",
-        _frozen_inputs,
-        (*_WHOLE_RUN, _ANYTHING),
-        lambda d: (
-            not d.plan.config.trainer.is_guest
-            and (d.may_go_on or d.plan.config.checkpoint.resume_from not in (None, "auto"))
-        ),
-    ),
-    _Look(
-        "verl's settings, model and data",
-        _verl,
-        ("verl", "trainer", "model", "data", "distributed", "slurm", "_directory", "_run"),
-        lambda d: d.plan.config.trainer.backend == "verl",
-    ),
-    _Look("room on the disk", _room, _WHOLE_RUN),
-    _Look("the deadlines", _deadlines, (*_WHOLE_RUN, "_slurm"), lambda d: d.ask_slurm),
-    _Look("Slurm's verdict on the job", _verdict, (_ANYTHING,), lambda d: d.ask_slurm),
-)
-"""The looks at a submission, in order."""
+    checked, notes = told(results.findings)
+    plan.checked = ["configuration", *checked]
+    plan.notes = [*places.notes, *filter(None, (doubt, chosen_note)), *notes]
+    plan.trains = trains_line(plan.config, places.given | given_in(source), chosen, draft.trained)
+    return plan
 
 
 def carry_out(
@@ -529,7 +153,7 @@ def carry_out(
     plan.require_steps_to_do()
     config = build_builtins(plan.config)
     paths = RunPaths(plan.run_dir)
-    changed = [] if plan.new_run else _changes(paths, config, begun=plan.begun)
+    changed = [] if plan.new_run else changed_keys(paths, config, begun=plan.begun)
     # Before anything is made or locked: the data may take long to read, and the user may be asked.
     survey, drift = _confirmed_drift(plan, data_of(config), confirm_drift)
     notices = list(survey.notices) if survey is not None else []
@@ -667,22 +291,6 @@ def _confirmed_drift(
             remedy="restore them, start a new run, or accept the change with --force-resume",
         )
     return seen, drift
-
-
-def _changes(paths: RunPaths, config: RunConfig, *, begun: bool) -> list[str]:
-    old = _former(paths, config, begun=begun)
-    return refuse_changes(old, config, paths.root, begun=begun, steps_done=steps_done(paths))
-
-
-def _former(paths: RunPaths, config: RunConfig, *, begun: bool) -> RunConfig:
-    """Returns the configuration that the run has trained with; before it has begun, that of its run.yaml."""
-    written = load_resolved(paths.run_yaml)
-    if not begun:
-        return written
-    # Of the newest checkpoint, where the record of the newest ranks is missing or of another version.
-    newest = next((info.path for info in list_checkpoints(paths) if info.kind == "committed"), None)
-    # run.yaml may have been edited while the job waited; compared with itself, no change would be found.
-    return trained_with(paths, config, newest) or written
 
 
 def _run_yaml_of(directory: Path) -> Path:

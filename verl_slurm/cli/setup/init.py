@@ -45,18 +45,15 @@ from verl_slurm.slurm.facts import PartitionFacts
 from verl_slurm.slurm.parse import parse_gpus
 from verl_slurm.slurm.slurm_client import SlurmClient
 from verl_slurm.submit.checks.model_and_reward import (
-    absolute,
-    absolute_reward,
     check_guest,
     check_names,
     check_reward,
 )
-from verl_slurm.submit.checks.model_families import said_of
-from verl_slurm.submit.checks.model_files import check_model
-from verl_slurm.submit.checks.preflight import partition_complaint
+from verl_slurm.submit.checks.model_files import check_model, said_of
 from verl_slurm.submit.checks.prompt_data import recognize
+from verl_slurm.submit.checks.slurm_answers import partition_complaint
 from verl_slurm.submit.checks.verl import check_input
-from verl_slurm.submit.relative_paths import Places
+from verl_slurm.submit.relative_paths import Places, absolute, absolute_reward
 from verl_slurm.verl.verl_inputs import Input, Kind as InputKind, is_remote
 
 Kind = Literal["ppo", "grpo", "loop", "verl"]

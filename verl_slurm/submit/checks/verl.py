@@ -1,23 +1,28 @@
 """Checks a run of verl before anything is queued, for errors that would otherwise show after its wait in the queue.
 
-On each of these, verl itself would crash on every node and at every start, or, worse, train on.
+On each of these, verl itself would crash on every node and at every start, or, worse, train on. The rules for its data
+are those of verl 0.9: `RLHFDataset`, `MultiTurnSFTDataset` and the reward managers. What a user's own code decides is
+not known here, and is said to be so.
 """
 
+import ast
 import importlib.util
+import os
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from verl_slurm.base.bounded import CONFIG, read_model_config, read_regular
+from verl_slurm.base.bounded import CONFIG, SOURCE, read_model_config, read_regular
 from verl_slurm.base.errors import (
     UNREADABLE,
     CheckpointCorrupt,
@@ -32,14 +37,21 @@ from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.format.specification import MANIFEST
 from verl_slurm.checkpoint.store.verify import read_manifest
+from verl_slurm.checks import Finding, good, skipped, warn
 from verl_slurm.config.elastic import allowed_nodes
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.containers.runtimes import contained_argv
+from verl_slurm.dataset.prompts.look import MOST_TEXTS, Rows, WantedRows
 from verl_slurm.loops.verl_settings import start_settings
 from verl_slurm.submit.checks import user_programs
-from verl_slurm.submit.checks.model_files import refuse_adapter, refuse_pointers, weights_problem
-from verl_slurm.submit.checks.user_programs import Found, answer_of_ranks_python, check_modules, check_source
-from verl_slurm.submit.checks.verl_data import check_sizes, check_verl_data
+from verl_slurm.submit.checks.model_files import require_model, require_whole_weights
+from verl_slurm.submit.checks.prompt_data import look_at_files, refuse_partial
+from verl_slurm.submit.checks.user_programs import (
+    answer_of_ranks_python,
+    check_modules,
+    check_source,
+    ranks_search,
+)
 from verl_slurm.verl.composing import Composed, unread_additions
 from verl_slurm.verl.overrides import Setting, judged, require_possible, switches_as_text, value_at
 from verl_slurm.verl.releases import Entry, installed_verl, require_usable
@@ -100,6 +112,13 @@ except Exception as error:
     found, key = str(cause), str(error).partition("full_key: ")[2]
 print(json.dumps([found, key]))
 """
+_MANAGERS = ("naive", "dapo", "gdpo", "remote", "rate_limited")
+"""Those of verl's own that give `data_source` and the ground truth to a function."""
+_OF_GROUPS = re.compile("(grpo|rloo|opo|gpg|gdpo|(tir_)?optimal_token|reinforce_plus_plus_baseline).*")
+"""Estimators of verl's that compare the responses to one prompt."""
+_SUFFIXES = (".parquet", ".json", ".jsonl")
+_ROLLOUT = "actor_rollout_ref.rollout"
+_SOURCE, _TRUTH = "data_source", "reward_model.ground_truth"
 PLAN_S = 600.0
 """A plan reads the heads of all shards: seconds, on storage that answers."""
 _NAMED = "what verl's settings name: model, data, files, modules"
@@ -119,8 +138,8 @@ _BESIDES = {
 
 def check_verl(
     config: RunConfig, paths: RunPaths, committed: Sequence[CheckpointInfo]
-) -> tuple[list[str], list[str], str]:
-    """Runs all checks; returns the items found good, notes for the user, and what will be trained.
+) -> tuple[list[Finding], str]:
+    """Runs all checks; returns their findings, and what will be trained.
 
     Args:
         config: `trainer.backend: verl`, paths absolute.
@@ -167,17 +186,15 @@ def check_verl(
     checked.append("verl's own settings")
     # All that is wrong is said at once: each look of the user's is a minute.
     wrong: list[VerlSlurmError] = [*refused]
-    read = list[str]()
+    found = list[Finding]()
     for look in _looks(config, settings, said, begun=bool(committed)):
         try:
-            good, unseen = look()
+            found += look()
         except VerlSlurmError as error:
             wrong.append(error)
-        else:
-            read, notes = [*read, *good], [*notes, *unseen]
     if wrong:
         raise together(wrong, unjudged)
-    return [*checked, *read], notes, _trained(entry, settings, said)
+    return [*map(good, checked), *map(warn, notes), *found], _trained(entry, settings, said)
 
 
 @contextmanager
@@ -202,12 +219,12 @@ def _trained(entry: Entry, settings: Mapping[str, Any], said: Mapping[str, Setti
 
 def _looks(
     config: RunConfig, settings: Mapping[str, Any], said: Mapping[str, Setting], *, begun: bool
-) -> Iterator[Callable[[], Found]]:
+) -> Iterator[Callable[[], list[Finding]]]:
     """Yields a check for each thing that verl will read or import. Each may raise."""
     entry = config.trainer.entry
     if entry == "ppo":
         yield partial(_check_engines, config, settings)
-    yield lambda: Found([], check_sizes(entry, settings))
+    yield lambda: [*map(warn, _check_sizes(entry, settings))]
     inputs = [one for one in inputs_of(entry, settings, said) if one.place != "???"]  # said already
     for one in inputs:
         if one.kind != "data":
@@ -217,26 +234,24 @@ def _looks(
         if kind == "data":
             yield partial(_check_data, config, settings, key, named, begun=begun)
         if "${" in str(value_at(settings, key)):
-            yield partial(Found, [], [f"not looked at: verl.{key}, which the job's environment decides"])
+            yield partial(list, [skipped(f"verl.{key}, which the job's environment decides")])
     for code in files_of(settings):
         yield partial(_check_file, config, code)
     for key, name in modules_of(settings):
-        yield partial(_check_module, config, key, name)
+        yield partial(check_modules, config, [name], f"verl.{key}")
 
 
-def _check_named_model(one: Input) -> Found:
-    if (place := Path(one.place).expanduser()).is_dir():
-        refuse_pointers(path for path in place.iterdir() if path.is_file())
+def _check_named_model(one: Input) -> list[Finding]:
     if note := check_input(one):
-        return Found([], [note])
-    if any(place.glob("*.safetensors")):
-        return Found([f"verl.{one.key}: config.json and headers of the weights"], [])
-    return Found([f"verl.{one.key}: config.json"], [f"not looked at: the weights of verl.{one.key}: pickles"])
+        return [warn(note)]
+    if any(Path(one.place).expanduser().glob("*.safetensors")):
+        return [good(f"verl.{one.key}: config.json and headers of the weights")]
+    return [good(f"verl.{one.key}: config.json"), skipped(f"the weights of verl.{one.key}: pickles")]
 
 
 def _check_data(
     config: RunConfig, settings: Mapping[str, Any], key: str, inputs: Sequence[Input], *, begun: bool
-) -> Found:
+) -> list[Finding]:
     notes, wrong = list[str](), list[VerlSlurmError]()
     for one in inputs:
         try:
@@ -245,12 +260,7 @@ def _check_data(
             wrong.append(error)
     if wrong:
         raise together(wrong)
-    good, unseen = check_verl_data(config, settings, key, inputs, begun=begun)
-    return Found(good, [*notes, *unseen])
-
-
-def _check_module(config: RunConfig, key: str, name: str) -> Found:
-    return check_modules(config, [name], f"verl.{key}")
+    return [*map(warn, notes), *_check_rows(config, settings, key, inputs, begun=begun)]
 
 
 def _judged_by_verl(config: RunConfig, composed: Composed) -> list[str]:
@@ -334,20 +344,20 @@ def _counts(entry: Entry, settings: Mapping[str, Any], key: str) -> bool:
     return True
 
 
-def _check_engines(config: RunConfig, settings: Mapping[str, Any]) -> Found:
+def _check_engines(config: RunConfig, settings: Mapping[str, Any]) -> list[Finding]:
     """Refuses an engine whose package the ranks' Python does not have."""
-    notes = []
+    found = list[Finding]()
     for key, name in engines_of(settings).items():
         if package := ENGINES.get(name):
-            notes += check_modules(config, [package], f"verl.{key}={name}").notes
+            found += check_modules(config, [package], f"verl.{key}={name}")
         else:
-            notes.append(
-                f"not looked at: verl.{key}={name}, which is none of verl's engines ({', '.join(ENGINES)})"
+            found.append(
+                skipped(f"verl.{key}={name}, which is none of verl's engines ({', '.join(ENGINES)})")
             )
-    return Found([], notes)
+    return found
 
 
-def _check_file(config: RunConfig, file: CodeFile) -> Found:
+def _check_file(config: RunConfig, file: CodeFile) -> list[Finding]:
     """Checks a file of code or settings that verl reads.
 
     Raises:
@@ -371,11 +381,9 @@ def _check_file(config: RunConfig, file: CodeFile) -> Found:
         ("model_path", "model.path", "tokenizer_path", "config_path", "adapter_path")
     )
     if takes_hub_names and not place.is_absolute() and _HUB_NAME.fullmatch(file.place) and not place.suffix:
-        note = f"not looked at: {where}, taken for a name of the Hugging Face hub: {file.place}"
-        return Found([], [note])
+        return [skipped(f"{where}, taken for a name of the Hugging Face hub: {file.place}")]
     if not place.exists() and inside:
-        note = f"{where}={file.place}, which this machine does not have: it may be the container's"
-        return Found([], [f"not looked at: {note}"])
+        return [skipped(f"{where}={file.place}, which this machine does not have: it may be the container's")]
     if not place.exists():
         raise DataError(
             "a file that verl reads is not there",
@@ -384,13 +392,13 @@ def _check_file(config: RunConfig, file: CodeFile) -> Found:
             remedy=f"set {where}",
         )
     if place.suffix == ".py":
-        return Found([f"{where}: {place.name}"], check_source(config, where, place, file.name or "").notes)
+        return [good(f"{where}: {place.name}"), *check_source(config, where, place, file.name or "")]
     if place.suffix in (".yaml", ".yml") and file.key.endswith(_OF_CLASSES):
         return _check_classes(config, where, place)
-    return Found([], [f"not looked at: the content of {where}: {file.place}"])
+    return [skipped(f"the content of {where}: {file.place}")]
 
 
-def _check_classes(config: RunConfig, where: str, place: Path) -> Found:
+def _check_classes(config: RunConfig, where: str, place: Path) -> list[Finding]:
     """Looks for the modules of the classes that a file of settings names.
 
     Raises:
@@ -409,9 +417,8 @@ def _check_classes(config: RunConfig, where: str, place: Path) -> Found:
             found=str(error).partition("\n")[0],
         ) from None
     names = re.findall(r"""["']?(?:class_name|_target_)["']?\s*:\s*["']?([A-Za-z_]\w*)\.[\w.]+""", text)
-    notes = check_modules(config, names, str(place)).notes if names else []
-    unseen = [f"not looked at: whether the classes that {place} names are there"]
-    return Found([f"{where}: {place.name}"], [*notes, *unseen])
+    unseen = skipped(f"whether the classes that {place} names are there")
+    return [good(f"{where}: {place.name}"), *check_modules(config, names, str(place)), unseen]
 
 
 def check_ranks(config: RunConfig, paths: RunPaths, committed: Sequence[CheckpointInfo]) -> str:
@@ -625,9 +632,7 @@ def _check_model(one: Input, place: Path) -> None:
     remedy = (
         f"set verl.{one.key} to a directory made by save_pretrained, or to a name of the Hugging Face hub"
     )
-    refuse_adapter(f"verl.{one.key}", place)
-    if not (place / "config.json").is_file():
-        raise DataError("not a model directory", where=place, expected="config.json in it", remedy=remedy)
+    require_model(f"verl.{one.key}", place, remedy)
     # What from_pretrained finds: safetensors, or pickles, which verl itself reads.
     if not any(place.glob("*.safetensors")) and not any(place.glob("*.bin")):
         raise DataError("the model directory has no weights", where=place, remedy=remedy)
@@ -641,9 +646,270 @@ def _check_model(one: Input, place: Path) -> None:
         raise DataError(
             "verl cannot train this model", where=place, found=found, expected=expected, remedy=remedy
         )
-    # Headers and lengths alone; a file that was cut off ends each start of verl.
-    for path in sorted(place.glob("*.safetensors")):
-        if complaint := weights_problem(path):
-            raise DataError(
-                "the weights are damaged", where=path, found=complaint, remedy="copy that file again"
+    # A file that was cut off ends each start of verl.
+    require_whole_weights(place)
+
+
+def _check_sizes(entry: Entry, settings: Mapping[str, Any]) -> list[str]:
+    """Refuses a mini-batch that is larger than its batch: verl would end at its first update. Returns notes.
+
+    Raises:
+        ConfigError: both numbers.
+    """
+    batch = value_at(settings, "data.train_batch_size")
+    roles = ["actor_rollout_ref.actor", *(["critic"] if with_critic(entry, settings) else [])]
+    for role in roles if entry == "ppo" and isinstance(batch, int) else []:
+        size = value_at(settings, f"{role}.ppo_mini_batch_size")
+        if isinstance(size, int) and size > batch:
+            raise ConfigError(
+                "a mini-batch of verl's is larger than the batch",
+                where=f"verl.{role}.ppo_mini_batch_size",
+                found=f"{size}, and data.train_batch_size={batch}",
+                expected=f"at most {batch}",
+                remedy="lower it, or raise verl.data.train_batch_size",
             )
+    estimator = value_at(settings, "algorithm.adv_estimator")
+    if _OF_GROUPS.match(str(estimator)) and value_at(settings, "actor_rollout_ref.rollout.n") == 1:
+        alone = "compares the responses to a prompt; of a single one the advantage is its raw reward"
+        return [f"verl.actor_rollout_ref.rollout.n is 1: {estimator} {alone}"]
+    return []
+
+
+def _check_rows(
+    config: RunConfig, settings: Mapping[str, Any], key: str, inputs: Sequence[Input], *, begun: bool
+) -> list[Finding]:
+    """Checks the files of `data.train_files` or `data.val_files` that are on this machine.
+
+    Args:
+        inputs: of the key, each of which exists or is elsewhere.
+        begun: the run has trained on this data: missing shards are a note.
+
+    Raises:
+        ConfigError: fewer rows than one batch.
+        DataError: not whole, of a kind that verl does not read, without a column, or without a reward.
+    """
+    places = [Path(one.place).expanduser() for one in inputs]
+    where, there = f"verl.{key}", [place for place in places if place.exists()]
+    if not there:
+        return []
+    files = [file for place in there for file in _files_below(place)]
+    notes = _refuse_partial(where, files, begun=begun)
+    entry: Entry = config.trainer.entry
+    odd = [place for place in there if entry == "ppo" and place.is_dir()]
+    odd += [file for file in files if file.suffix not in (_SUFFIXES if entry == "ppo" else _SUFFIXES[:1])]
+    if unknown := _why_unknown(config, settings):
+        return [*map(warn, notes), skipped(f"the rows of {where}: {unknown}")]
+    if odd and entry == "ppo":
+        raise DataError(
+            "verl does not read such a file",
+            where=f"{where}: {odd[0]}",
+            found="a directory" if odd[0].is_dir() else None,
+            expected=", ".join(f"*{suffix}" for suffix in _SUFFIXES),
+            remedy=f"set {where} to such files",
+        )
+    if odd:
+        return [*map(warn, notes), skipped(f"the rows of {where}: {odd[0]} is not called *.parquet")]
+    messages = value_at(settings, f"data.{'prompt_key' if entry == 'ppo' else 'messages_key'}")
+    messages = messages if isinstance(messages, str) else "prompt" if entry == "ppo" else "messages"
+    reward, unseen = _reward(config, settings)
+    found = [*map(warn, notes), *unseen]
+    keys = [messages, *([_SOURCE, _TRUTH] if reward.reads_rows else [])]
+    wanted = WantedRows(
+        files=list(map(str, files)),
+        keys=keys,
+        messages=messages,
+        texts=_SOURCE if reward.reads_rows else "",
+        also=["extra_info"],
+    )
+    rows = look_at_files(wanted, where)
+    if isinstance(rows, str):
+        return [*found, skipped(f"the rows of {where}: {rows}")]
+    _refuse_rows(entry, where, rows, messages, reward)
+    if key == "data.train_files" and there == places:
+        _refuse_too_few(config, settings, rows)
+    if reward.reads_rows and reward.is_default:
+        found += _refuse_unrewarded(config, where, rows)
+    if not rows.whole:
+        found.append(warn(f"{where}: only the first {rows.rows} rows were looked at"))
+    elsewhere = f" ({len(places) - len(there)} more elsewhere)" if there != places else ""
+    number = counted(rows.rows, "row") if rows.whole else f"more than {counted(rows.rows, 'row')}"
+    told = f"{where}: {counted(len(files), 'file')}{elsewhere}, {number} with {', '.join(keys)}"
+    return [good(told), *found]
+
+
+def _files_below(place: Path) -> Iterator[Path]:
+    # pandas reads a directory as one table.
+    if place.is_dir():
+        yield from sorted(path for path in place.rglob("*") if path.is_file() and path.name[0] not in "._")
+    else:
+        yield place
+
+
+def _refuse_partial(where: str, files: Sequence[Path], *, begun: bool) -> list[str]:
+    notes = []
+    for folder in dict.fromkeys(file.parent for file in files):
+        own = [file.name for file in files if file.parent == folder]
+        names = os.listdir(folder)
+        remedy = f"copy or download them, and name all in {where}; to use a part, give its files other names"
+        # The user has listed the files: a download of one that is not listed is none of theirs.
+        notes += refuse_partial(folder, own, names, own.__contains__, remedy=remedy, known=begun, key=where)
+        # Those that are there and are not listed: the list is the user's word.
+        notes += refuse_partial(folder, own, own, lambda _: False, remedy=remedy, known=True, key=where)
+    return list(dict.fromkeys(notes))
+
+
+def _why_unknown(config: RunConfig, settings: Mapping[str, Any]) -> str:
+    """Returns why it is not known what verl reads of the rows; empty: it is known."""
+    if config.slurm.container is not None:
+        return "verl is the container's"
+    if config.trainer.command:
+        return "trainer.command reads them"
+    if own := value_at(settings, "data.custom_cls.path"):
+        return f"the class of {own} reads them"
+    if importlib.util.find_spec("pyarrow") is None:
+        return "pyarrow is not installed here"
+    return ""
+
+
+class _Reward(NamedTuple):
+    reads_rows: bool
+    """A function gets `data_source` and the ground truth of each row."""
+    is_default: bool = False
+    """It is verl's own."""
+
+
+def _reward(config: RunConfig, settings: Mapping[str, Any]) -> tuple[_Reward, list[Finding]]:
+    """Returns what gives the rewards, and what is not known of it."""
+    if config.trainer.entry != "ppo":
+        return _Reward(reads_rows=False), []
+    manager = value_at(settings, "reward.reward_manager.name") or "naive"
+    manager = value_at(settings, "reward_model.reward_manager") or manager
+    imported = value_at(settings, "reward.reward_manager.source") == "importlib"
+    unknown = f"the reward manager {manager}" if imported or manager not in _MANAGERS else ""
+    if loops := value_at(settings, f"{_ROLLOUT}.agent.agent_loop_config_path"):
+        unknown = f"the agent loops of {loops}"
+    if unknown:
+        unseen = skipped(f"which columns of verl's data the reward reads, which {unknown} may decide")
+        return _Reward(reads_rows=False), [unseen]
+    own = any(value_at(settings, f"{above}custom_reward_function.path") for above in ("", "reward."))
+    model = any(value_at(settings, f"{above}reward_model.enable") for above in ("", "reward."))
+    return _Reward(reads_rows=own or not model, is_default=not own), []
+
+
+def _refuse_rows(entry: Entry, where: str, rows: Rows, messages: str, reward: _Reward) -> None:
+    if not rows.rows:
+        raise DataError("verl's data files hold no row", where=where, remedy=f"set {where}")
+    for key, (place, found) in rows.lacking.items():
+        # A function of the user's may know what a null means.
+        if key != messages and not reward.is_default and not found.startswith("keys "):
+            continue
+        named = f"set verl.data.{'prompt_key' if entry == 'ppo' else 'messages_key'}"
+        managed = "set a reward manager of your own (verl.reward.reward_manager)"
+        raise DataError(
+            "a row lacks what verl reads",
+            where=f"{where}: {place}",
+            found=found,
+            expected=f"a value under {key!r}",
+            remedy=f"write it into the rows, or {named if key == messages else managed}",
+        )
+    if rows.no_messages is not None:
+        place, found = rows.no_messages
+        raise DataError(
+            "a row holds no conversation",
+            where=f"{where}: {place}",
+            found=found,
+            expected=f"a list of {{role, content}} under {messages!r}",
+            remedy="write it as one: verl gives it to the model's chat template",
+        )
+
+
+def _refuse_too_few(config: RunConfig, settings: Mapping[str, Any], rows: Rows) -> None:
+    """Refuses fewer rows than one batch: verl drops what does not fill one, and would take no step."""
+    sizes = {key: value_at(settings, f"data.{key}") for key in ("train_batch_size", "gen_batch_size")}
+    most = value_at(settings, "data.train_max_samples")
+    num = min(rows.rows, most) if isinstance(most, int) and most > 0 else rows.rows
+    for key, size in sizes.items():
+        if not isinstance(size, int):
+            continue
+        if config.trainer.entry == "sft":  # its ranks cut both down to what they can divide
+            size -= size % config.distributed.world_size
+        if (rows.whole or num < rows.rows) and num < size:
+            raise ConfigError(
+                "verl has fewer rows than one batch, so it would take no step",
+                where=f"verl.data.{key}",
+                found=f"{size}, and {counted(num, 'row')} in data.train_files",
+                expected=f"at most {num}",
+                remedy=f"lower verl.data.{key}, or give more rows",
+            )
+
+
+def _refuse_unrewarded(config: RunConfig, where: str, rows: Rows) -> list[Finding]:
+    """Refuses a data source for which verl has no reward; returns what could not be told."""
+    table = _rewards_of_verl(config)
+    if table is None:
+        return [skipped(f"whether verl has a reward for {_SOURCE} {', '.join(sorted(rows.texts)[:4])}")]
+    sources, beginnings = table
+    for text, place in rows.texts.items():
+        if text not in sources and not text.startswith(beginnings):
+            known = [*sorted(sources), *(f"{word}..." for word in beginnings)]
+            raise DataError(
+                "verl has no reward for this data",
+                where=f"{where}: {place}",
+                found=f"{_SOURCE} {text[:60]!r}",
+                expected=f"a reward function of yours, or one of {', '.join(known)}",
+                remedy="set verl.reward.custom_reward_function.path and verl.reward.custom_reward_function.name",
+            )
+    if len(rows.texts) >= MOST_TEXTS:
+        return [skipped(f"more than {MOST_TEXTS} values of {_SOURCE} in {where}")]
+    return []
+
+
+def _rewards_of_verl(config: RunConfig) -> tuple[set[str], tuple[str, ...]] | None:
+    """Returns the data sources that the installed verl has rewards for: whole, and how they begin. It is read and not
+    imported; None: it is not there, or is not written as in the releases that are known.
+    """
+    search = ranks_search(config)
+    spec = PathFinder.find_spec("verl", search) if search else None
+    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
+        try:
+            tree = ast.parse(
+                read_regular(Path(folder) / "utils/reward_score/__init__.py", SOURCE, follow=True)
+            )
+        except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
+            return None
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and node.name == "default_compute_score":
+                branch = next((part for part in node.body if isinstance(part, ast.If)), None)
+                return None if branch is None else _table(branch)
+    return None
+
+
+def _table(branch: ast.If) -> tuple[set[str], tuple[str, ...]] | None:
+    sources, beginnings = set[str](), list[str]()
+    rest: list[ast.stmt] = [branch]
+    while rest and isinstance(rest[0], ast.If):
+        test = rest[0].test
+        for part in test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or) else [test]:
+            match part:
+                case ast.Compare(
+                    left=ast.Name(id="data_source"),
+                    ops=[ast.Eq()],
+                    comparators=[ast.Constant(value=str(text))],
+                ):
+                    sources.add(text)
+                case ast.Compare(
+                    left=ast.Name(id="data_source"),
+                    ops=[ast.In()],
+                    comparators=[ast.List(elts=some) | ast.Tuple(elts=some) | ast.Set(elts=some)],
+                ) if all(isinstance(one, ast.Constant) for one in some):
+                    sources |= {str(one.value) for one in some if isinstance(one, ast.Constant)}
+                case ast.Call(
+                    func=ast.Attribute(value=ast.Name(id="data_source"), attr="startswith"),
+                    args=[ast.Constant(value=str(text))],
+                ):
+                    beginnings.append(text)
+                case _:
+                    return None
+        rest = rest[0].orelse
+    # Without an error at the end, what is not named has a reward as well.
+    return (sources, tuple(beginnings)) if rest and isinstance(rest[0], ast.Raise) else None
