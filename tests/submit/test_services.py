@@ -32,13 +32,10 @@ def test_a_relative_program_and_secret_lie_beside_the_yaml(tmp_path: Path) -> No
     assert by_path.command == ("redis-server",)
 
 
-@pytest.mark.parametrize("program", ["/missing/judge.py", "no-such-program-here"])
-def test_a_program_that_is_not_there_is_found_at_submit(program: str) -> None:
-    with pytest.raises(ConfigError, match="a service cannot be started"):
-        check_services(with_service(program))
-
-
-def test_a_program_that_modules_may_bring_is_left_to_the_node() -> None:
+def test_a_program_that_is_not_there_is_refused_unless_modules_may_bring_it() -> None:
+    for program in ("/missing/judge.py", "no-such-program-here"):
+        with pytest.raises(ConfigError, match="a service cannot be started"):
+            check_services(with_service(program))
     service = ServiceConfig(command=("no-such-program-here",))
     found = check_services(run_config(services={"judge": service}, modules=("redis",)))
     assert [one.verdict for one in found] == ["not checked"]
@@ -91,13 +88,6 @@ def test_a_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
         check_services(with_service("-m", "json.tool", env_from_files={"KEY": str(key)}))
 
 
-def test_nodes_of_the_same_kind_are_asked_for_with_those_of_the_ranks() -> None:
-    config = with_service("-m", "judge", nodes=3)
-    assert sbatch_parameters(config)["nodes"] == 5
-    assert component_lines(config) == []
-    assert with_components("#!/bin/bash\n#SBATCH --nodes=5\nexec x\n", config).count("#SBATCH") == 1
-
-
 def test_nodes_of_another_kind_are_a_component_of_their_own() -> None:
     keys = {
         "nodes": 1,
@@ -120,3 +110,7 @@ def test_nodes_of_another_kind_are_a_component_of_their_own() -> None:
     assert {f"#SBATCH {word}" for word in wanted} <= set(lines[4:-2])
     assert "#SBATCH --partition=train" not in lines
     assert lines[-2:] == ["", "exec x"]
+    # Those of the same kind are asked for with those of the ranks.
+    same = with_service("-m", "judge", nodes=3)
+    assert (sbatch_parameters(same)["nodes"], component_lines(same)) == (5, [])
+    assert with_components("#!/bin/bash\n#SBATCH --nodes=5\nexec x\n", same).count("#SBATCH") == 1

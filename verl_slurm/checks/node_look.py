@@ -13,7 +13,6 @@ import csv
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 from verl_slurm.base.one_line import counted, printable
+from verl_slurm.base.processes import ProcessOutput, run_to_end
 from verl_slurm.checks import Check, Finding, bad, good, run_checks, skipped
 
 KERNEL_LOG = Path("/dev/kmsg")
@@ -38,14 +38,12 @@ _COLUMNS = (
     "remapped_rows.failure",
     "retired_pages.pending",
 )
-_SILENT = 256
-"""Beside the exit codes of processes."""
-_BROKEN = {
+_BROKEN: dict[int | None, str] = {
     8: "a GPU has no external power",
     9: "the driver is not loaded",
     10: "the kernel has an interrupt problem with a GPU",
     15: "a GPU has fallen off the bus",
-    _SILENT: "the driver does not answer",
+    None: "the driver does not answer",
 }
 """nvidia-smi's exit codes that speak against the node. Others, such as no permission, do not."""
 _LEAVES_S = 5.0
@@ -108,12 +106,8 @@ class NodeProbes:
         kernel_log: Path = KERNEL_LOG,
         leaves_s: float = _LEAVES_S,
     ) -> None:
-        self.order, self.visible, self.kernel_log, self.leaves_s = (
-            order,
-            visible_gpus(environ),
-            kernel_log,
-            leaves_s,
-        )
+        self.order, self.kernel_log, self.leaves_s = order, kernel_log, leaves_s
+        self.visible = visible_gpus(environ)
         self.program = shutil.which("nvidia-smi", path=environ.get("PATH"))
 
     @cached_property
@@ -124,12 +118,12 @@ class NodeProbes:
         if self.program is None:
             return skipped("GPUs", "there is no nvidia-smi")
         asked = _ask(self.program, f"--query-gpu={','.join(_COLUMNS)}")
-        if not asked.returncode:
-            return _rows(asked.stdout)
-        said = printable((asked.stderr or asked.stdout).strip()[:200])
-        if broken := _BROKEN.get(asked.returncode):
+        if asked.exit_code == 0:
+            return _rows(asked.out)
+        said = printable((asked.err or asked.out).strip()[:200])
+        if broken := _BROKEN.get(asked.exit_code):
             return bad("GPUs", f"nvidia-smi: {broken}: {said}")
-        return skipped("GPUs", f"nvidia-smi ended with {asked.returncode}: {said}")
+        return skipped("GPUs", f"nvidia-smi ended with {asked.exit_code}: {said}")
 
     def mine(self, column: str) -> list[str] | None:
         """Returns a column of the job's GPUs; None: they are not known."""
@@ -185,9 +179,9 @@ def _look_at_processes(node: NodeProbes) -> list[Finding]:
     until = time.monotonic() + node.leaves_s
     while True:
         asked = _ask(node.program, "--query-compute-apps=gpu_uuid,pid")
-        if asked.returncode:
-            return [skipped("GPU processes", f"nvidia-smi ended with {asked.returncode}")]
-        found = judge_processes(asked.stdout, uuids, _owner)
+        if asked.exit_code != 0:
+            return [skipped("GPU processes", f"nvidia-smi ended with {asked.exit_code}")]
+        found = judge_processes(asked.out, uuids, _owner)
         if found.verdict != "bad" or time.monotonic() > until:
             return [found]
         time.sleep(0.5)  # nothing tells when the driver has freed the memory
@@ -210,16 +204,11 @@ OF_DRIVER = ("GPUs", "GPU processes")
 """Those that wait for a GPU's driver: one that does not end is bad."""
 
 
-def _ask(program: str, query: str) -> subprocess.CompletedProcess[str]:
-    words = [program, query, "--format=csv,noheader,nounits"]
+def _ask(program: str, query: str) -> ProcessOutput:
     try:
-        return subprocess.run(
-            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SMI_S, check=False
-        )
+        return run_to_end([program, query, "--format=csv,noheader,nounits"], _SMI_S)
     except OSError as error:
-        return subprocess.CompletedProcess(words, 127, "", str(error))
-    except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(words, _SILENT, "", f"{_SMI_S:.0f} s")
+        return ProcessOutput(127, "", str(error))
 
 
 def _rows(text: str) -> list[dict[str, str]]:

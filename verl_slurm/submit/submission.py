@@ -26,6 +26,7 @@ from verl_slurm.journal import events as ev
 from verl_slurm.journal.files import append_event
 from verl_slurm.runs.liveness import refuse_living
 from verl_slurm.runs.run_record import has_begun, require_run
+from verl_slurm.submit import undoing
 from verl_slurm.submit.checks.check_list import CHECKS, Draft, changed_keys, source_note, unexpanded
 from verl_slurm.submit.checks.code_trees import CodeChoice, TreesRead, keep_code
 from verl_slurm.submit.checks.model_and_reward import build_builtins
@@ -36,15 +37,6 @@ from verl_slurm.submit.checks.user_programs import python_not_run
 from verl_slurm.submit.executor import MayBeQueued, submit_job
 from verl_slurm.submit.relative_paths import Places, absolute, given_keys
 from verl_slurm.submit.submission_plan import SubmissionPlan, trains_line
-from verl_slurm.submit.undoing import (
-    keep_content,
-    make_mark,
-    make_root,
-    names_in,
-    only_submitter,
-    remove_new,
-    replace_content,
-)
 from verl_slurm.verl.verl_inputs import data_of
 
 Confirm = Callable[[prints.Drift], bool]
@@ -130,11 +122,7 @@ def plan_submission(
 
 
 def carry_out(
-    plan: SubmissionPlan,
-    *,
-    prepare_only: bool = False,
-    confirm_drift: Confirm | None = None,
-    after: str = "",
+    plan: SubmissionPlan, *, prepare_only: bool = False, confirm_drift: Confirm | None = None, after: str = ""
 ) -> SubmissionResult:
     """Makes the run directory and queues the job.
 
@@ -161,8 +149,8 @@ def carry_out(
     with ExitStack() as held:
         # Callbacks run in reverse order: directories are removed last, when what was made in them is gone.
         with ExitStack() as undo:
-            make_root(undo, paths.root)
-            held.enter_context(only_submitter(paths))
+            undoing.make_root(undo, paths.root)
+            held.enter_context(undoing.only_submitter(paths))
             _require_as_planned(plan, paths, ask_for_unknown=plan.cluster == "slurm" and not prepare_only)
             _write_run(undo, plan, config)
             notices += _write_fingerprint(undo, plan, survey, drift)
@@ -217,22 +205,22 @@ def _write_run(undo: ExitStack, plan: SubmissionPlan, config: RunConfig) -> None
     """Writes directories, run.yaml and marks of the run."""
     paths = RunPaths(plan.run_dir)
     # By the names that are there now: files of an existing run, or of its earlier jobs, survive a refusal.
-    undo.callback(remove_new, paths.logs, names_in(paths.logs))
-    undo.callback(remove_new, paths.root, names_in(paths.root))
+    undo.callback(undoing.remove_new, paths.logs, undoing.names_in(paths.logs))
+    undo.callback(undoing.remove_new, paths.root, undoing.names_in(paths.root))
     private_dir(paths.logs)
     private_dir(paths.control)
     for shown in (paths.root, paths.logs):
         open_to_group(shown, group_id(config))
     # Before sbatch: the child that submits reads run.yaml, and the job may start at once.
-    replace_content(undo, paths.run_yaml, dump(config))
+    undoing.replace_content(undo, paths.run_yaml, dump(config))
     # A named checkpoint counts for one start, which removes the mark; a requeued job takes the newest.
     if config.checkpoint.resume_from != "auto":
-        make_mark(undo, paths.resume_once)
+        undoing.make_mark(undo, paths.resume_once)
     if plan.begins_again:
-        make_mark(undo, paths.from_nothing)
+        undoing.make_mark(undo, paths.from_nothing)
     if not plan.begun and paths.orchestration.exists():
         # A start that came to nothing may have written the layout of the former configuration.
-        keep_content(undo, paths.orchestration)
+        undoing.keep_content(undo, paths.orchestration)
         paths.orchestration.unlink()
 
 
@@ -245,7 +233,7 @@ def _write_fingerprint(
         return []
     # Otherwise the record stays: it was read in full, and what is compared with it trusts sizes and dates.
     if drift is not None or not plan.begun or not paths.fingerprint.exists():
-        keep_content(undo, paths.fingerprint)
+        undoing.keep_content(undo, paths.fingerprint)
         prints.write(paths, survey.found)
     # The cache shortens later looks alone: where it cannot be written, that is said, and the run starts.
     forgotten = prints.remember(paths.hash_cache, survey)
@@ -332,12 +320,7 @@ def plan_verl_run(target: Path, overrides: Sequence[str] = (), *, dry_run: bool 
     # As for a run that is only prepared: Slurm's verdict is asked for at submission.
     # A run that has lost its checkpoints may take over others.
     plan = plan_submission(
-        target,
-        list(overrides),
-        cluster="slurm",
-        ask_slurm=False,
-        dry_run=dry_run,
-        begin_again=lambda _: True,
+        target, list(overrides), cluster="slurm", ask_slurm=False, dry_run=dry_run, begin_again=lambda _: True
     )
     if plan.config.trainer.backend != "verl":
         raise ConfigError(
@@ -365,7 +348,7 @@ def hold_run(plan: SubmissionPlan) -> Iterator[tuple[RunPaths, RunConfig]]:
         # Outside the lock below, which it takes for itself: by another descriptor flock refuses its own process, too.
         carry_out(plan, prepare_only=True)
     require_run(paths)
-    with only_submitter(paths):
+    with undoing.only_submitter(paths):
         # Asked under the lock, so that no submit queues a job between the answer and the work.
         refuse_living(paths)
         yield paths, load_resolved(paths.run_yaml)

@@ -33,40 +33,16 @@ from verl_slurm.config.elastic import keep_step
 from verl_slurm.config.load import load_resolved
 from verl_slurm.config.schema import BUILTIN, RunConfig
 from verl_slurm.containers.image import pin_image
-from verl_slurm.containers.image_mounts import mounts
-from verl_slurm.containers.runtimes import agents_inside
+from verl_slurm.containers.runtimes import agents_inside, mounts
 from verl_slurm.program.programs import Moves
 from verl_slurm.runs.liveness import refuse_living
 from verl_slurm.runs.run_record import ended_well, has_begun, steps_done
+from verl_slurm.submit.checks import model_files, run_directory, slurm_answers
 from verl_slurm.submit.checks.code_trees import CodeChoice, TreesRead, plan_code
 from verl_slurm.submit.checks.model_and_reward import built_before, check_guest, check_names, check_reward
-from verl_slurm.submit.checks.model_files import (
-    check_family,
-    check_model,
-    check_model_shape,
-    refuse_adapter,
-    said_of,
-)
 from verl_slurm.submit.checks.prompt_data import check_data
 from verl_slurm.submit.checks.ranks_environment import check_rank_environment
 from verl_slurm.submit.checks.resume_point import check_frozen_inputs, check_records, find_resume
-from verl_slurm.submit.checks.run_directory import (
-    check_group,
-    check_room,
-    check_run_dir,
-    check_surroundings,
-    frozen_to_come,
-)
-from verl_slurm.submit.checks.slurm_answers import (
-    SlurmSays,
-    ask_slurm,
-    judge_partitions,
-    judge_script,
-    nodes_to_avoid,
-    place_notes,
-    save_time,
-    shell_notes,
-)
 from verl_slurm.submit.checks.user_programs import check_hooks, check_services
 from verl_slurm.submit.checks.verl import check_verl
 from verl_slurm.submit.executor import render_script
@@ -105,9 +81,9 @@ class Draft(msgspec.Struct, kw_only=True):
     code: CodeChoice | None = None
     trees: TreesRead | None = None
     begin_again: Callable[[str], bool] | None = None
-    drill: Callable[[SlurmSays], Sequence[Finding]] | None = None
+    drill: Callable[[slurm_answers.SlurmSays], Sequence[Finding]] | None = None
     is_new: bool | None = None
-    slurm: SlurmSays | None = None
+    slurm: slurm_answers.SlurmSays | None = None
     committed: list[CheckpointInfo] = []
     trained: str = ""
     probed: dict[Path, PlaceReport] = {}
@@ -127,7 +103,7 @@ class Draft(msgspec.Struct, kw_only=True):
         return Moves.of(self.paths).config(self.config) if self.code == "run" else self.config
 
     @property
-    def answers(self) -> SlurmSays:
+    def answers(self) -> slurm_answers.SlurmSays:
         """Returns what Slurm has said, for checks that go by that."""
         assert self.slurm is not None
         return self.slurm
@@ -184,7 +160,7 @@ def unexpanded(config: RunConfig) -> list[tuple[str, ConfigError]]:
 
 
 def _directory(draft: Draft) -> list[Finding]:
-    check_run_dir(draft.paths.root)
+    run_directory.check_run_dir(draft.paths.root)
     draft.is_new = (
         draft.plan.new_run
     ) = not draft.paths.run_yaml.exists()  # asked of a directory that is ours alone
@@ -222,15 +198,15 @@ def _drill(draft: Draft) -> list[Finding]:
 def _inputs(draft: Draft) -> list[Finding]:
     """Checks that model, reward and data exist and are not empty."""
     config, begun = draft.runs, has_begun(draft.paths)
-    # First: `said_of` looks built-ins up by name, and an unknown one has no config.json.
+    # First: `model_files.said_of` looks built-ins up by name, and an unknown one has no config.json.
     check_names(config)
     require_engine(config)
     # Built-ins are made after all checks, so there may be no directory yet.
     if not config.model.path.startswith(BUILTIN):
-        check_model("model.path", Path(config.model.path), draft.written.model.path)
-    said = said_of(config.model.path)
+        model_files.check_model("model.path", Path(config.model.path), draft.written.model.path)
+    said = model_files.said_of(config.model.path)
     check_engine(config, config.model.path, said)
-    check_model_shape(config.distributed, config.model.path, said)
+    model_files.check_model_shape(config.distributed, config.model.path, said)
     notes = check_reward(config.model.reward, config)
     taken = [("model", config.model.path)]
     for name, key, root in (
@@ -244,7 +220,7 @@ def _inputs(draft: Draft) -> list[Finding]:
         taken.append((name, text))
         notes += said_of_data
     draft.plan.inputs = [*taken, ("reward", config.model.reward)]
-    notes += check_family(draft.config)
+    notes += model_files.check_family(draft.config)
     return [*(good(f"{name} {text}") for name, text in draft.plan.inputs), *map(warn, notes)]
 
 
@@ -276,7 +252,7 @@ def check_resume_from(config: RunConfig) -> list[Finding]:
             expected="a checkpoint directory, the name of one of this run, auto or null",
             remedy="set checkpoint.resume_from; `verl-slurm list RUN` lists a run's",
         )
-    refuse_adapter("checkpoint.resume_from", path)
+    model_files.refuse_adapter("checkpoint.resume_from", path)
     # An unreadable manifest is left to the lead, which reports what is wrong with it.
     try:
         manifest = read_manifest(path)
@@ -403,16 +379,16 @@ def check_gpus(config: RunConfig, cluster: Cluster, *, signs: Sequence[Path] = _
 
 
 def _slurm(draft: Draft) -> list[Finding]:
-    draft.slurm = ask_slurm(draft.config)
+    draft.slurm = slurm_answers.ask_slurm(draft.config)
     notes = [
-        *shell_notes(draft.config, draft.slurm.conf, os.environ),
-        *place_notes(draft.config, draft.slurm.conf),
+        *slurm_answers.shell_notes(draft.config, draft.slurm.conf, os.environ),
+        *slurm_answers.place_notes(draft.config, draft.slurm.conf),
     ]
     return [good("Slurm"), *notes]
 
 
 def _partition(draft: Draft) -> list[Finding]:
-    found = judge_partitions(draft.config, draft.answers)
+    found = slurm_answers.judge_partitions(draft.config, draft.answers)
     name = draft.config.slurm.partition
     return [*([good(f"partition {name}")] if name else []), *found]
 
@@ -525,8 +501,8 @@ def _verl(draft: Draft) -> list[Finding]:
 def _room(draft: Draft) -> list[Finding]:
     # The newest committed checkpoint tells how much one takes.
     config, paths = draft.config, draft.paths
-    frozen = frozen_to_come(config, paths)
-    note = check_room(config, paths.checkpoints, draft.committed, frozen=frozen)
+    frozen = run_directory.frozen_to_come(config, paths)
+    note = run_directory.check_room(config, paths.checkpoints, draft.committed, frozen=frozen)
     return [warn(note)] if note else []
 
 
@@ -542,19 +518,21 @@ def _storage(draft: Draft) -> list[Finding]:
 
 def _deadlines(draft: Draft) -> list[Finding]:
     config, slurm = draft.config, draft.answers
-    save = save_time(config, draft.paths, draft.committed, lambda _: draft.probe(draft.paths.root))
+    save = slurm_answers.save_time(
+        config, draft.paths, draft.committed, lambda _: draft.probe(draft.paths.root)
+    )
     return judge_deadlines(slurm.conf, slurm.partition, config, save, slurm.others)
 
 
 def _cluster(draft: Draft) -> list[Finding]:
     config, slurm = draft.config, draft.answers
     committed = [info for info in list_checkpoints(draft.paths) if info.kind == "committed"]
-    save = save_time(config, draft.paths, committed, lambda _: draft.probe(draft.paths.root))
+    save = slurm_answers.save_time(config, draft.paths, committed, lambda _: draft.probe(draft.paths.root))
     return judge_cluster(slurm.conf, slurm.partition, config, save, slurm.others)
 
 
 def _avoided(draft: Draft) -> list[Finding]:
-    draft.plan.avoids, found = nodes_to_avoid(draft.config, draft.answers)
+    draft.plan.avoids, found = slurm_answers.nodes_to_avoid(draft.config, draft.answers)
     return found
 
 
@@ -576,7 +554,7 @@ def _bad_nodes(draft: Draft) -> list[Finding]:
 
 def _verdict(draft: Draft) -> list[Finding]:
     # The last question, since sbatch judges the very script that would be queued.
-    return judge_script(draft.config, render_script(draft.plan))
+    return slurm_answers.judge_script(draft.config, render_script(draft.plan))
 
 
 def _has(key: str) -> Callable[[Draft], bool]:
@@ -638,7 +616,7 @@ CHECKS: tuple[Check[Draft], ...] = (
     ),
     _submit("hooks", _of(check_hooks), ("hooks",), _has("hooks")),
     _submit("services", _of(check_services), ("services",), _has("services")),
-    _submit("group", _of(check_group), ("group", "hooks"), _has("group")),
+    _submit("group", _of(run_directory.check_group), ("group", "hooks"), _has("group")),
     _submit("model, data and reward", _inputs, _OF_MODEL, lambda draft: not _is_guest(draft)),
     _submit("program and data", _program, ("data", "trainer", "run directory"), _is_guest),
     _submit(
@@ -651,7 +629,7 @@ CHECKS: tuple[Check[Draft], ...] = (
     Check(
         "directories above the run",
         ("submit", "doctor"),
-        _of(check_surroundings),
+        _of(run_directory.check_surroundings),
         ("checkpoint", "run_dir", "run directory"),
     ),
     Check("key", ("submit", "doctor"), _keys, ("checkpoint",), _has("checkpoint.encryption")),

@@ -5,7 +5,6 @@ Torch-free: a child process builds built-ins, once, in the user's cache.
 
 import hashlib
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from verl_slurm.base.errors import ConfigError, DataError
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.packages import require_packages
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.processes import run_to_end
 from verl_slurm.checks import Finding, good, told
 from verl_slurm.config.checks.rollout import max_model_len
 from verl_slurm.config.families import max_positions
@@ -23,12 +23,7 @@ from verl_slurm.config.reward_spec import FORMS, check_function, nearest_form, p
 from verl_slurm.config.roles import data_root
 from verl_slurm.config.schema import BUILTIN, RunConfig
 from verl_slurm.submit.checks.model_files import BUILTIN_MODELS, check_model
-from verl_slurm.submit.checks.user_programs import (
-    check_program,
-    check_source,
-    ranks_search,
-    why_unseen,
-)
+from verl_slurm.submit.checks.user_programs import check_program, check_source, ranks_search, why_unseen
 from verl_slurm.submit.relative_paths import with_values
 
 # As `BUILTIN_MODELS`, without torch; a test compares them.
@@ -130,28 +125,16 @@ def _build(kind: str, spec: str) -> str:
     require_packages("torch", "transformers", wanted_by=f"building {spec}")
     # A child, since building imports torch; -P, since `-m` would look in the working directory first.
     command = [sys.executable, "-P", "-m", "verl_slurm.quickstart", kind, spec, str(cache_dir())]
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_BUILD_TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise DataError(
-            "the built-in could not be built in time",
-            where=spec,
-            found=f"nothing after {_BUILD_TIMEOUT_S:.0f} s",
-            remedy="try again on an idle machine",
-        ) from None
+    done = run_to_end(command, _BUILD_TIMEOUT_S)
     # The last line is the path; libraries may print before it.
-    lines = done.stdout.decode(errors="replace").strip().splitlines()
-    if done.returncode or not lines or not Path(lines[-1]).is_dir():
-        words = done.stderr.decode(errors="replace").strip().splitlines()
+    if done.exit_code != 0 or not Path(done.last_line or "/dev/null").is_dir():
         raise DataError(
             "the built-in could not be built",
             where=spec,
-            found=words[-1] if words else f"exit code {done.returncode}",
+            found=done.last_words,
             remedy=f"see what `{' '.join(command[1:4])} {spec}` says; the cache is {cache_dir()}",
         )
-    return lines[-1]
+    return done.last_line
 
 
 def needs_building(config: RunConfig) -> bool:

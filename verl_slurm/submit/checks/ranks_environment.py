@@ -5,7 +5,6 @@ The user's commands (`slurm.setup`) are read by bash and not run: they may be me
 """
 
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +13,7 @@ import verl_slurm
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.files import unsafe_on_the_way
 from verl_slurm.base.packages import install_command
+from verl_slurm.base.processes import run_to_end
 from verl_slurm.checks import Finding, good, warn
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.containers.runtimes import agents_inside
@@ -80,10 +80,7 @@ def check_rank_environment(config: RunConfig, packages: Iterable[str], not_run: 
         found.append(good(f"the syntax of slurm.setup ({len(slurm.setup)}, not run here)"))
     if not_run:
         keys = [f"slurm.{name}" for name in ("modules", "python") if getattr(slurm, name)]
-        return [
-            *found,
-            warn(f"{' and '.join(keys)}: not looked at, nor the packages there, since {not_run}"),
-        ]
+        return [*found, warn(f"{' and '.join(keys)}: not looked at, nor the packages there, since {not_run}")]
     if (slurm.modules or slurm.python) and (problem := _bash(["-c", setup_script(slurm, commands=False)])):
         raise ConfigError(
             "the ranks' environment cannot be loaded",
@@ -100,20 +97,8 @@ def check_rank_environment(config: RunConfig, packages: Iterable[str], not_run: 
 
 def _bash(words: list[str]) -> str:
     """Returns the last line of what bash complains about; empty: nothing."""
-    try:
-        done = subprocess.run(
-            ["/bin/bash", "--noprofile", "--norc", *words],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return f"no end after {_TIMEOUT_S:.0f} s"
-    lines = done.stderr.strip().splitlines()
-    return "" if done.returncode == 0 else (lines[-1] if lines else f"exit code {done.returncode}")
+    done = run_to_end(["/bin/bash", "--noprofile", "--norc", *words], _TIMEOUT_S)
+    return "" if done.exit_code == 0 else done.last_words
 
 
 def _check_python(config: RunConfig, python: str, packages: list[str]) -> str:

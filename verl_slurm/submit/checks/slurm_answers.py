@@ -17,7 +17,6 @@ import os
 import re
 import resource
 import shutil
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -28,6 +27,7 @@ from verl_slurm.base.errors import ConfigError, NotFound, SlurmMissing, SlurmRef
 from verl_slurm.base.mounts import file_system
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.processes import run_to_end
 from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checks import Finding, good, skipped, warn
 from verl_slurm.checks.bad_nodes import recall
@@ -442,33 +442,24 @@ def judge_script(config: RunConfig, script: str) -> list[Finding]:
     program = shutil.which("sbatch")
     if program is None:
         raise SlurmMissing("there is no sbatch here", remedy="load Slurm's module, or use --cluster local")
-    try:
-        with waiting_for("sbatch --test-only", _TIMEOUT_S):
-            done = subprocess.run(
-                [program, "--test-only"],
-                # On standard input: a dry run writes no file.
-                input=script,
-                # The environment of the real submission, whose verdict is asked for, but with messages in English.
-                env=submission_environment(os.environ, config) | {"LC_ALL": "C"},
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=_TIMEOUT_S,
-                check=False,
-            )
-    except subprocess.TimeoutExpired:
+    # The environment of the real submission, whose verdict is asked for, but with messages in English.
+    environment = submission_environment(os.environ, config) | {"LC_ALL": "C"}
+    with waiting_for("sbatch --test-only", _TIMEOUT_S):
+        # On standard input: a dry run writes no file.
+        done = run_to_end([program, "--test-only"], _TIMEOUT_S, text=script, env=environment)
+    if done.exit_code is None:
         # No refusal: a controller that plans for long may well take the job.
         said = f"no answer within {_TIMEOUT_S:.0f} s: what Slurm thinks of the job is not known"
         return [warn(_VERDICT_OF, said)]
-    lines = f"{done.stderr}\n{done.stdout}".splitlines()
-    said = slurm_words("\n".join(lines)) or f"not a word, exit code {done.returncode}"
-    if done.returncode == 0:
+    lines = f"{done.err}\n{done.out}".splitlines()
+    said = slurm_words("\n".join(lines)) or f"not a word, exit code {done.exit_code}"
+    if done.exit_code == 0:
         # The others are the site's, from its plug-ins.
         verdict = [line for line in lines if _VERDICT.search(line)]
         words = slurm_words("\n".join(line for line in lines if line not in verdict)) if verdict else ""
         started = good(_VERDICT_OF, slurm_words("\n".join(verdict)) or said)
         return [started, *([warn(f"sbatch says: {words}")] if words else [])]
-    last = slurm_words(done.stderr.strip().rpartition("\n")[2])
+    last = slurm_words(done.err.strip().rpartition("\n")[2])
     # slurmctld's silence says nothing about the job, so it is no refusal.
     if _NO_ANSWER.search(last):
         raise SlurmMissing(

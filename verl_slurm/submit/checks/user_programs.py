@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from verl_slurm.base.bounded import SOURCE, TooMuch, open_regular, read_regular
 from verl_slurm.base.errors import ConfigError, DataError, NotFound
 from verl_slurm.base.files import read_private
 from verl_slurm.base.one_line import counted, shell_word
+from verl_slurm.base.processes import run_to_end
 from verl_slurm.base.search_path import clean_environment
 from verl_slurm.checks import Finding, good, skipped
 from verl_slurm.config.hooks_section import HOOKS
@@ -332,22 +332,11 @@ def answer_of_ranks_python(
         return "", reason
     python = python_of(config.slurm) or sys.executable
     try:
-        done = subprocess.run(
-            [python, "-P", "-c", program],
-            env=clean_environment(_environ(config)),
-            input=text,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
-    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        environment = clean_environment(_environ(config))
+        done = run_to_end([python, "-P", "-c", program], timeout_s, text=text, env=environment)
+    except (OSError, ValueError) as error:
         return "", f"{python} does not answer: {error}".partition("\n")[0]
-    last_line = done.stdout.strip().rpartition("\n")[2]
-    return (
-        last_line,
-        "" if done.returncode == 0 else f"{python}: {done.stderr.strip().rpartition(chr(10))[2]}",
-    )
+    return done.last_line, "" if done.exit_code == 0 else f"{python}: {done.last_words}"
 
 
 def why_unseen(config: RunConfig) -> str:

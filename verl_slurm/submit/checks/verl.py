@@ -52,25 +52,13 @@ from verl_slurm.submit.checks.user_programs import (
     check_source,
     ranks_search,
 )
+from verl_slurm.verl import verl_inputs
 from verl_slurm.verl.composing import Composed, unread_additions
 from verl_slurm.verl.overrides import Setting, judged, require_possible, switches_as_text, value_at
 from verl_slurm.verl.releases import Entry, installed_verl, require_usable
 from verl_slurm.verl.reshard.checkpoint import plan_source, require_fsdp, require_room, source_of
 from verl_slurm.verl.reshard.dividing import ranks_python
 from verl_slurm.verl.step_layout import is_distributed, step_of, way_out
-from verl_slurm.verl.verl_inputs import (
-    ENGINES,
-    CodeFile,
-    Input,
-    engines_of,
-    files_of,
-    input_keys,
-    inputs_of,
-    is_remote,
-    modules_of,
-    said_settings,
-    with_critic,
-)
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _OF_CLASSES = ("tool_config_path", "agent_loop_config_path", "interaction_config_path")
@@ -180,7 +168,7 @@ def check_verl(
         with _passing_over(_NAMED):
             if refused:
                 raise together(refused)
-            settings = said_settings(said)
+            settings = verl_inputs.said_settings(said)
             require_possible(settings, said)
             _require_named(entry, said)
     checked.append("verl's own settings")
@@ -225,23 +213,25 @@ def _looks(
     if entry == "ppo":
         yield partial(_check_engines, config, settings)
     yield lambda: [*map(warn, _check_sizes(entry, settings))]
-    inputs = [one for one in inputs_of(entry, settings, said) if one.place != "???"]  # said already
+    inputs = [
+        one for one in verl_inputs.inputs_of(entry, settings, said) if one.place != "???"
+    ]  # said already
     for one in inputs:
         if one.kind != "data":
             yield partial(_check_named_model, one)
-    for key, kind in input_keys(entry).items():
+    for key, kind in verl_inputs.input_keys(entry).items():
         named = [one for one in inputs if one.key == key]
         if kind == "data":
             yield partial(_check_data, config, settings, key, named, begun=begun)
         if "${" in str(value_at(settings, key)):
             yield partial(list, [skipped(f"verl.{key}, which the job's environment decides")])
-    for code in files_of(settings):
+    for code in verl_inputs.files_of(settings):
         yield partial(_check_file, config, code)
-    for key, name in modules_of(settings):
+    for key, name in verl_inputs.modules_of(settings):
         yield partial(check_modules, config, [name], f"verl.{key}")
 
 
-def _check_named_model(one: Input) -> list[Finding]:
+def _check_named_model(one: verl_inputs.Input) -> list[Finding]:
     if note := check_input(one):
         return [warn(note)]
     if any(Path(one.place).expanduser().glob("*.safetensors")):
@@ -250,7 +240,12 @@ def _check_named_model(one: Input) -> list[Finding]:
 
 
 def _check_data(
-    config: RunConfig, settings: Mapping[str, Any], key: str, inputs: Sequence[Input], *, begun: bool
+    config: RunConfig,
+    settings: Mapping[str, Any],
+    key: str,
+    inputs: Sequence[verl_inputs.Input],
+    *,
+    begun: bool,
 ) -> list[Finding]:
     notes, wrong = list[str](), list[VerlSlurmError]()
     for one in inputs:
@@ -314,7 +309,7 @@ def _composed(
             "a setting that verl leaves to its user has no value",
             where=f"verl.{key}",
             found="???",
-            expected=f"one of {', '.join(ENGINES)}" if key.endswith("rollout.name") else None,
+            expected=f"one of {', '.join(verl_inputs.ENGINES)}" if key.endswith("rollout.name") else None,
             remedy=f"set verl.{key}, or write {key}=VALUE after `--`",
         )
         for key in composed.unset
@@ -332,7 +327,7 @@ def _each(error: ConfigError) -> list[ConfigError]:
 
 def _counts(entry: Entry, settings: Mapping[str, Any], key: str) -> bool:
     """Returns whether verl will read a key: not in a section that is off, nor of a critic that is not there."""
-    if key.startswith("critic.") and not with_critic(entry, settings):
+    if key.startswith("critic.") and not verl_inputs.with_critic(entry, settings):
         return False
     # verl moves a former name to its new place before it reads that.
     if key == "reward.reward_model.rollout.name" and value_at(settings, "reward_model.rollout.name"):
@@ -347,17 +342,19 @@ def _counts(entry: Entry, settings: Mapping[str, Any], key: str) -> bool:
 def _check_engines(config: RunConfig, settings: Mapping[str, Any]) -> list[Finding]:
     """Refuses an engine whose package the ranks' Python does not have."""
     found = list[Finding]()
-    for key, name in engines_of(settings).items():
-        if package := ENGINES.get(name):
+    for key, name in verl_inputs.engines_of(settings).items():
+        if package := verl_inputs.ENGINES.get(name):
             found += check_modules(config, [package], f"verl.{key}={name}")
         else:
             found.append(
-                skipped(f"verl.{key}={name}, which is none of verl's engines ({', '.join(ENGINES)})")
+                skipped(
+                    f"verl.{key}={name}, which is none of verl's engines ({', '.join(verl_inputs.ENGINES)})"
+                )
             )
     return found
 
 
-def _check_file(config: RunConfig, file: CodeFile) -> list[Finding]:
+def _check_file(config: RunConfig, file: verl_inputs.CodeFile) -> list[Finding]:
     """Checks a file of code or settings that verl reads.
 
     Raises:
@@ -512,7 +509,7 @@ def _require_fewer(config: RunConfig, settings: Mapping[str, Any]) -> None:
     parts: list[str] = []
     strategies = ["engine.strategy"]
     if entry == "ppo":
-        roles = [f"{policy}.actor", *(["critic"] if with_critic(entry, settings) else [])]
+        roles = [f"{policy}.actor", *(["critic"] if verl_inputs.with_critic(entry, settings) else [])]
         strategies = [f"{role}.strategy" for role in roles]
         products |= {f"{role}.ppo_mini_batch_size": samples for role in roles}
         parts = [
@@ -566,7 +563,7 @@ def _require_named(entry: Entry, said: Mapping[str, Setting]) -> None:
     Raises:
         DataError: the user leaves one of them to verl.
     """
-    for key, kind in input_keys(entry).items():
+    for key, kind in verl_inputs.input_keys(entry).items():
         # verl's defaults for the others are paths in the home directories of its examples' authors.
         optional = key == "critic.model.path" or (entry == "sft" and key == "data.val_files")
         if key not in said and not optional:
@@ -595,7 +592,7 @@ def _require_beside(entry: Entry) -> None:
         )
 
 
-def check_input(one: Input) -> str:
+def check_input(one: verl_inputs.Input) -> str:
     """Raises DataError if the input does not exist; else returns a note about it.
 
     Args:
@@ -603,7 +600,7 @@ def check_input(one: Input) -> str:
     """
     place = Path(one.place).expanduser()
     # From what cannot be looked at here to what must exist: a URL and a name of the hub look like relative paths.
-    if is_remote(one.place):
+    if verl_inputs.is_remote(one.place):
         return f"verl.{one.key}: {one.place} is not on a file system; nobody looked whether it is there"
     if one.kind == "model" and not place.exists() and _HUB_NAME.fullmatch(one.place):
         return f"verl.{one.key}: {one.place} is taken for a name of the Hugging Face hub, which every node must reach"
@@ -628,7 +625,7 @@ def check_input(one: Input) -> str:
     return ""
 
 
-def _check_model(one: Input, place: Path) -> None:
+def _check_model(one: verl_inputs.Input, place: Path) -> None:
     remedy = (
         f"set verl.{one.key} to a directory made by save_pretrained, or to a name of the Hugging Face hub"
     )
@@ -657,7 +654,7 @@ def _check_sizes(entry: Entry, settings: Mapping[str, Any]) -> list[str]:
         ConfigError: both numbers.
     """
     batch = value_at(settings, "data.train_batch_size")
-    roles = ["actor_rollout_ref.actor", *(["critic"] if with_critic(entry, settings) else [])]
+    roles = ["actor_rollout_ref.actor", *(["critic"] if verl_inputs.with_critic(entry, settings) else [])]
     for role in roles if entry == "ppo" and isinstance(batch, int) else []:
         size = value_at(settings, f"{role}.ppo_mini_batch_size")
         if isinstance(size, int) and size > batch:
@@ -676,7 +673,12 @@ def _check_sizes(entry: Entry, settings: Mapping[str, Any]) -> list[str]:
 
 
 def _check_rows(
-    config: RunConfig, settings: Mapping[str, Any], key: str, inputs: Sequence[Input], *, begun: bool
+    config: RunConfig,
+    settings: Mapping[str, Any],
+    key: str,
+    inputs: Sequence[verl_inputs.Input],
+    *,
+    begun: bool,
 ) -> list[Finding]:
     """Checks the files of `data.train_files` or `data.val_files` that are on this machine.
 
