@@ -95,17 +95,19 @@ E = TypeVar("E", bound=VerlSlurmError)
 
 
 def together(errors: Sequence[E], not_looked_at: Sequence[str] = ()) -> E:
-    """Returns the first error with all others in its message, so that the user learns of all of them at once.
+    """Returns the first error with all others in its message, each once: the user learns of all of them at once.
 
     Args:
         not_looked_at: because of them; added to what each of them names.
     """
+    by_line: dict[str, VerlSlurmError] = {}
+    for error in errors:
+        for one in (error, *error.others):
+            by_line.setdefault(one._line(), one)
+    unseen = [name for error in errors for name in error.not_looked_at]
     first = errors[0]
-    others = list(first.others)
-    for error in errors[1:]:
-        others += [error, *error.others]
-    unseen = [*(name for error in errors for name in error.not_looked_at), *not_looked_at]
-    first.others, first.not_looked_at = tuple(others), tuple(dict.fromkeys(unseen))
+    first.others = tuple(by_line.values())[1:]
+    first.not_looked_at = tuple(dict.fromkeys([*unseen, *not_looked_at]))
     first.args = (first.one_line(),)
     return first
 

@@ -32,10 +32,14 @@ class Finding(msgspec.Struct, frozen=True):
     """Of what is bad: it may pass by itself, and another user may have caused it."""
 
     @property
+    def text(self) -> str:
+        """Returns it without its remedy."""
+        return ": ".join(filter(None, (self.topic, self.found)))
+
+    @property
     def line(self) -> str:
         """Returns all of it as one line."""
-        said = ": ".join(filter(None, (self.topic, self.found)))
-        return "; ".join(filter(None, (said, self.remedy)))
+        return "; ".join(filter(None, (self.text, self.remedy)))
 
 
 def good(topic: str, found: str = "", remedy: str = "") -> Finding:

@@ -40,6 +40,12 @@ _OWN_REQUEUE = (
     "Slurm's own requeue waits for its credentials to expire (AuthInfo cred_expire, 120 s); a run's daemon asks "
     "first, in the grace time, and waits daemon.requeue_delay_s instead"
 )
+_NO_WARNING = "by a time limit or an operator do not work here: report your Slurm version"
+_NOT_AGAIN = "see `squeue --me`: is the partition full, or requeueing forbidden (scontrol show job: Requeue)?"
+_ASK_FOR_PORTS = (
+    "the job's nodes have to reach one another on ports that are not known beforehand: ask for that"
+)
+_MEND_CLOCKS = "nothing here depends on it, but logs will; have NTP mended"
 _LIMIT_MIN = 5
 _LOOK_S = 0.3
 """Polling interval: Slurm and shared file systems report nothing by themselves."""
@@ -266,67 +272,41 @@ def judge_nodes(reports: Sequence[NodeReport]) -> list[Finding]:
     Args:
         reports: one per node, node 0 first.
     """
-    # ---- the same software on all nodes
     findings = [
         _alike("python", {r.node: r.python for r in reports}),
         _alike("packages", {r.node: ", ".join(f"{k} {v}" for k, v in r.packages.items()) for r in reports}),
         _alike("driver", {r.node: r.driver or "no NVIDIA driver" for r in reports}),
         _alike("GPUs", {r.node: str(r.num_gpus) for r in reports}),
     ]
-    findings += [
-        bad(
-            "ports",
-            f"{report.node} cannot reach {reports[0].node}: {report.problem}",
-            "the job's nodes have to reach one another on ports that are not known beforehand: ask for that",
-        )
-        for report in reports
-        if report.problem
-    ]
-    # ---- nodes that reach one another. Node 0 tells the time, so it has no offset of its own.
+    first, parted = reports[0].node, [report for report in reports if report.problem]
+    findings += [bad("ports", f"{r.node} cannot reach {first}: {r.problem}", _ASK_FOR_PORTS) for r in parted]
+    # Node 0 tells the time, so it has no offset of its own.
     offsets = {r.node: r.clock_offset_s for r in reports if r.clock_offset_s is not None}
-    if offsets and not any(r.problem for r in reports):
+    if offsets and not parted:
         findings.append(good("ports", f"{counted(len(offsets) + 1, 'node')} reach one another"))
-    far = {node: offset for node, offset in offsets.items() if abs(offset) > _SKEW_S}
     # A warning, no refusal: deadlines are taken from slurmctld's clock, and claims by their numbers.
-    if far:
-        told = ", ".join(f"{node} {offset:+.1f} s" for node, offset in far.items())
-        findings.append(
-            warn("clocks", f"apart: {told}", "nothing here depends on it, but logs will; have NTP mended")
-        )
+    if far := [f"{node} {offset:+.1f} s" for node, offset in offsets.items() if abs(offset) > _SKEW_S]:
+        findings.append(warn("clocks", f"apart: {', '.join(far)}", _MEND_CLOCKS))
     elif offsets:
-        most = max(abs(offset) for offset in offsets.values())
-        findings.append(good("clocks", f"within {most * 1e3:.1f} ms"))
-    for report in reports:
-        # ---- each node's limits and its disk
-        if report.open_files < _LEAST_FILES:
-            findings.append(
-                warn(
-                    "open files",
-                    f"{report.open_files} on {report.node}",
-                    "`ulimit -n` of 4096 or more, for Ray and vLLM",
-                )
-            )
-        if report.shm_free_bytes < _LEAST_SHM_BYTES:
-            free = report.shm_free_bytes / 1e9
-            findings.append(
-                warn(
-                    "shared memory",
-                    f"{free:.2g} GB free in /dev/shm on {report.node}",
-                    "data loaders and NCCL want a gigabyte there",
-                )
-            )
-        findings += [
-            bad(
-                one.topic,
-                f"{report.node}: {one.found}",
-                "a run would leave the node (docs/health.md); report it",
-            )
-            for one in report.gpus
-            if one.verdict == "bad"
-        ]
-        if report.local is not None:
-            found = judge_place("checkpoint.local_dir", report.local, must_outlive_node=False)
-            findings += [msgspec.structs.replace(f, found=f"{report.node}: {f.found}") for f in found]
+        findings.append(good("clocks", f"within {max(map(abs, offsets.values())) * 1e3:.1f} ms"))
+    return [*findings, *(finding for report in reports for finding in _judge_node(report))]
+
+
+def _judge_node(report: NodeReport) -> list[Finding]:
+    """Judges a node's limits, its GPUs and its disk."""
+    findings = []
+    if report.open_files < _LEAST_FILES:
+        files = "`ulimit -n` of 4096 or more, for Ray and vLLM"
+        findings.append(warn("open files", f"{report.open_files} on {report.node}", files))
+    if report.shm_free_bytes < _LEAST_SHM_BYTES:
+        free = f"{report.shm_free_bytes / 1e9:.2g} GB free in /dev/shm on {report.node}"
+        findings.append(warn("shared memory", free, "data loaders and NCCL want a gigabyte there"))
+    left = "a run would leave the node (docs/health.md); report it"
+    wrong = [one for one in report.gpus if one.verdict == "bad"]
+    findings += [bad(one.topic, f"{report.node}: {one.found}", left) for one in wrong]
+    if report.local is not None:
+        found = judge_place("checkpoint.local_dir", report.local, must_outlive_node=False)
+        findings += [msgspec.structs.replace(f, found=f"{report.node}: {f.found}") for f in found]
     return findings
 
 
@@ -345,51 +325,29 @@ def _alike(topic: str, said: dict[str, str]) -> Finding:
 
 def judge_drill(record: DrillRecord) -> list[Finding]:
     """Returns the findings of a fire drill."""
-    findings = []
     if record.warning_to_batch_s is None:
-        findings.append(
-            bad(
-                "warning",
-                "`scancel -b -s USR1` did not reach the batch process",
-                "emergency saves by a time limit or an operator do not work here: report your Slurm version",
-            )
-        )
+        missed = "`scancel -b -s USR1` did not reach the batch process"
+        findings = [bad("warning", missed, f"emergency saves {_NO_WARNING}")]
     else:
-        findings.append(
-            good("warning", f"USR1 reached the batch process after {record.warning_to_batch_s:.1f} s")
-        )
+        reached = f"USR1 reached the batch process after {record.warning_to_batch_s:.1f} s"
+        findings = [good("warning", reached)]
     if record.warning_to_steps:
-        findings.append(
-            warn(
-                "warning",
-                "USR1 reached the steps as well",
-                "nothing: ranks ignore it here; other programs would die",
-            )
-        )
+        nothing = "nothing: ranks ignore it here; other programs would die"
+        findings.append(warn("warning", "USR1 reached the steps as well", nothing))
     steps, batch = (
-        ", ".join(record.signals_to_steps) or "nothing",
-        ", ".join(record.signals_to_batch) or "nothing",
+        ", ".join(names) or "nothing" for names in (record.signals_to_steps, record.signals_to_batch)
     )
-    told = f"{record.how}: steps got {steps}; the batch process got {batch}"
     # Told without a verdict: which processes get which signal differs from site to site, and slurm.conf does not say.
-    findings.append(good("end", told))
+    findings.append(good("end", f"{record.how}: steps got {steps}; the batch process got {batch}"))
     if record.kill_after_s is not None:
         text = f"processes that ignored TERM lived {record.kill_after_s:.0f} s more (KillWait {record.kill_wait_s} s)"
-        if record.kill_after_s < record.kill_wait_s / 2:
-            findings.append(warn("KILL", text, "a save has that long after TERM, whatever slurm.conf says"))
-        else:
-            findings.append(good("KILL", text))
+        early = record.kill_after_s < record.kill_wait_s / 2
+        as_long = "a save has that long after TERM, whatever slurm.conf says"
+        findings.append(warn("KILL", text, as_long) if early else good("KILL", text))
     if record.again_after_s is None:
-        findings.append(
-            bad(
-                "again",
-                f"{record.how}: the job did not run again while we waited",
-                "see `squeue --me`: is the partition full, or requeueing forbidden (scontrol show job: Requeue)?",
-            )
-        )
-    else:
-        told = f"it ran again {record.again_after_s:.0f} s after the {record.how}"
-        # About two minutes are Slurm's own delay, which a run's daemon avoids.
-        slow = record.again_after_s > _SLOW_START_S
-        findings.append(good("again", told, _OWN_REQUEUE if slow else ""))
-    return findings
+        waited = f"{record.how}: the job did not run again while we waited"
+        return [*findings, bad("again", waited, _NOT_AGAIN)]
+    # About two minutes are Slurm's own delay, which a run's daemon avoids.
+    slow = record.again_after_s > _SLOW_START_S
+    again = f"it ran again {record.again_after_s:.0f} s after the {record.how}"
+    return [*findings, good("again", again, _OWN_REQUEUE if slow else "")]

@@ -74,7 +74,7 @@ def doctor(
         render.json_value({"verdict": verdict, "findings": findings})
     else:
         for one in findings:
-            render.finding(one.verdict, f"{one.topic}: {one.found}", one.remedy)
+            render.finding(one.verdict, one.text, one.remedy)
     return ExitCode.UNFIT if verdict == "bad" else ExitCode.OK
 
 

@@ -25,7 +25,7 @@ from verl_slurm.checkpoint.store.run_config import trained_with
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.checks import ANYTHING, Check, Finding, good, skipped, warn
 from verl_slurm.checks.bad_nodes import folder, recall
-from verl_slurm.checks.cluster_rules import judge_cluster, judge_deadlines
+from verl_slurm.checks.cluster_rules import SaveTime, judge_cluster, judge_deadlines
 from verl_slurm.checks.storage_probe import PlaceReport, judge_place, probe_place
 from verl_slurm.config.changes import refuse_changes
 from verl_slurm.config.checks.rollout import check_engine, require_engine
@@ -109,10 +109,11 @@ class Draft(msgspec.Struct, kw_only=True):
         return self.slurm
 
     def probe(self, place: Path) -> PlaceReport:
-        """Tries a place, once."""
-        if place not in self.probed:
-            self.probed[place] = probe_place(place)
-        return self.probed[place]
+        """Tries a place, once for the directory that exists there or above."""
+        there = next(folder for folder in (place, *place.parents) if folder.is_dir())
+        if there not in self.probed:
+            self.probed[there] = probe_place(place)
+        return self.probed[there]
 
 
 def source_note(source: Path) -> str:
@@ -161,9 +162,8 @@ def unexpanded(config: RunConfig) -> list[tuple[str, ConfigError]]:
 
 def _directory(draft: Draft) -> list[Finding]:
     run_directory.check_run_dir(draft.paths.root)
-    draft.is_new = (
-        draft.plan.new_run
-    ) = not draft.paths.run_yaml.exists()  # asked of a directory that is ours alone
+    # Asked of a directory that is ours alone.
+    draft.is_new = draft.plan.new_run = not draft.paths.run_yaml.exists()
     return [good("run directory")]
 
 
@@ -372,9 +372,8 @@ def check_gpus(config: RunConfig, cluster: Cluster, *, signs: Sequence[Path] = _
         )
     if torch.endswith("+cpu"):
         built = f"torch {torch} of this environment is built without CUDA: ranks that run in it will refuse"
-        return [
-            warn(f"distributed.device=cuda, and {built}", "", "pip install -c constraints/cuda.txt torch")
-        ]
+        remedy = "pip install -c constraints/cuda.txt torch"
+        return [warn(f"distributed.device=cuda, and {built}", remedy=remedy)]
     return []
 
 
@@ -517,18 +516,18 @@ def _storage(draft: Draft) -> list[Finding]:
 
 
 def _deadlines(draft: Draft) -> list[Finding]:
-    config, slurm = draft.config, draft.answers
-    save = slurm_answers.save_time(
-        config, draft.paths, draft.committed, lambda _: draft.probe(draft.paths.root)
-    )
-    return judge_deadlines(slurm.conf, slurm.partition, config, save, slurm.others)
+    slurm = draft.answers
+    return judge_deadlines(slurm.conf, slurm.partition, draft.config, _save_time(draft), slurm.others)
 
 
 def _cluster(draft: Draft) -> list[Finding]:
-    config, slurm = draft.config, draft.answers
-    committed = [info for info in list_checkpoints(draft.paths) if info.kind == "committed"]
-    save = slurm_answers.save_time(config, draft.paths, committed, lambda _: draft.probe(draft.paths.root))
-    return judge_cluster(slurm.conf, slurm.partition, config, save, slurm.others)
+    slurm = draft.answers
+    draft.committed = [info for info in list_checkpoints(draft.paths) if info.kind == "committed"]
+    return judge_cluster(slurm.conf, slurm.partition, draft.config, _save_time(draft), slurm.others)
+
+
+def _save_time(draft: Draft) -> SaveTime | None:
+    return slurm_answers.save_time(draft.config, draft.paths, draft.committed, draft.probe)
 
 
 def _avoided(draft: Draft) -> list[Finding]:
@@ -539,17 +538,11 @@ def _avoided(draft: Draft) -> list[Finding]:
 def _bad_nodes(draft: Draft) -> list[Finding]:
     cluster = draft.answers.conf.get("ClusterName", "")
     remembered, place = recall(cluster), folder(cluster)
-    return [
-        *(
-            warn(
-                "bad node",
-                node.told,
-                f"your runs avoid it; rm {shell_word(place / node.node)}.json ends that",
-            )
-            for node in remembered.nodes
-        ),
-        *(warn("bad node", problem, "this record is passed over") for problem in remembered.problems),
-    ]
+    found = [warn("bad node", problem, "this record is passed over") for problem in remembered.problems]
+    for node in remembered.nodes:
+        forget = f"your runs avoid it; rm {shell_word(place / node.node)}.json ends that"
+        found.append(warn("bad node", node.told, forget))
+    return found
 
 
 def _verdict(draft: Draft) -> list[Finding]:
@@ -614,8 +607,8 @@ CHECKS: tuple[Check[Draft], ...] = (
     _submit(
         "the ranks' environment", _set_up, ("env", "env_from_files", "slurm", "trainer", "packages"), _sets_up
     ),
-    _submit("hooks", _of(check_hooks), ("hooks",), _has("hooks")),
-    _submit("services", _of(check_services), ("services",), _has("services")),
+    _submit("hook programs", _of(check_hooks), ("hooks",), _has("hooks")),
+    _submit("service programs", _of(check_services), ("services",), _has("services")),
     _submit("group", _of(run_directory.check_group), ("group", "hooks"), _has("group")),
     _submit("model, data and reward", _inputs, _OF_MODEL, lambda draft: not _is_guest(draft)),
     _submit("program and data", _program, ("data", "trainer", "run directory"), _is_guest),

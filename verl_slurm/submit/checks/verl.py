@@ -143,46 +143,49 @@ def check_verl(
     # Before anything is composed: no other setting helps a run whose shards these ranks cannot read.
     with _passing_over("verl's own settings", _NAMED):
         divided = check_ranks(config, paths, committed)
-    checked, notes, unjudged = list[str](), [divided] if divided else [], list[str]()
+    found, unjudged = [*map(warn, filter(None, [divided]))], list[str]()
     if committed and not divided:
-        checked.append(f"{counted(config.distributed.world_size, 'rank')}, as saved")
+        found.append(good(f"{counted(config.distributed.world_size, 'rank')}, as saved"))
+    looks = list[Callable[[], list[Finding]]]()
     if config.slurm.container is None:
         with _passing_over(_NAMED):
-            version = installed_verl()
-            if note := require_usable(version):
-                notes.append(note)
-            else:
-                _require_beside(entry)
-            checked.append(f"verl {version} is installed")
+            found += _installed(entry)
             composed, doubtful, refused = _composed(config, paths, said, refused)
-        settings, notes = composed.settings, [*notes, *doubtful]
+        settings, found = composed.settings, [*found, *map(warn, doubtful)]
         # A run that has trained with its settings has passed them already: verl's import takes seconds.
         judged_by_verl = entry == "ppo" and not config.trainer.command and not committed
         if refused:
             unjudged = ["verl's own judgement of its settings"] if judged_by_verl else []
         else:
-            _require_fewer(config, settings)
-            notes += _judged_by_verl(config, composed) if judged_by_verl else []
+            looks = [partial(_require_fewer, config, settings)]
+            looks += [partial(_judged_by_verl, config, composed)] if judged_by_verl else []
     else:
-        notes.append("not looked at: verl, its engine and its defaults, which are the container's")
+        found.append(skipped("verl, its engine and its defaults, which are the container's"))
         with _passing_over(_NAMED):
             if refused:
                 raise together(refused)
             settings = verl_inputs.said_settings(said)
             require_possible(settings, said)
             _require_named(entry, said)
-    checked.append("verl's own settings")
+    found.append(good("verl's own settings"))
     # All that is wrong is said at once: each look of the user's is a minute.
     wrong: list[VerlSlurmError] = [*refused]
-    found = list[Finding]()
-    for look in _looks(config, settings, said, begun=bool(committed)):
+    for look in (*looks, *_looks(config, settings, said, begun=bool(committed))):
         try:
             found += look()
         except VerlSlurmError as error:
             wrong.append(error)
     if wrong:
         raise together(wrong, unjudged)
-    return [*map(good, checked), *map(warn, notes), *found], _trained(entry, settings, said)
+    return found, _trained(entry, settings, said)
+
+
+def _installed(entry: Entry) -> list[Finding]:
+    version = installed_verl()
+    unknown = require_usable(version)
+    if not unknown:
+        _require_beside(entry)
+    return [*map(warn, filter(None, [unknown])), good(f"verl {version} is installed")]
 
 
 @contextmanager
@@ -258,8 +261,8 @@ def _check_data(
     return [*map(warn, notes), *_check_rows(config, settings, key, inputs, begun=begun)]
 
 
-def _judged_by_verl(config: RunConfig, composed: Composed) -> list[str]:
-    """Has verl itself judge its settings, in the ranks' Python; returns notes.
+def _judged_by_verl(config: RunConfig, composed: Composed) -> list[Finding]:
+    """Has verl itself judge its settings, in the ranks' Python.
 
     Raises:
         ConfigError: verl refuses them; at the start each of its processes would.
@@ -271,7 +274,7 @@ def _judged_by_verl(config: RunConfig, composed: Composed) -> list[str]:
     except msgspec.DecodeError:  # something of the site's prints behind it
         unseen = f"its answer is not understood: {answer[:100]}"
     if unseen:
-        return [f"not looked at: verl's own judgement of its settings: {unseen}"]
+        return [skipped(f"verl's own judgement of its settings: {unseen}")]
     if not found:
         return []
     raise ConfigError(
@@ -301,8 +304,7 @@ def _composed(
         # Any attempt's number: composing needs one.
         composed = start_settings(config, paths, 1, None)
     except ConfigError as error:
-        known = {one.one_line() for one in refused}
-        raise together([*refused, *(one for one in _each(error) if one.one_line() not in known)]) from error
+        raise together([*refused, error]) from None
     settings = composed.settings
     refused += [
         ConfigError(
@@ -316,13 +318,6 @@ def _composed(
         if _counts(entry, settings, key)
     ]
     return composed, notes, refused
-
-
-def _each(error: ConfigError) -> list[ConfigError]:
-    first = ConfigError(
-        error.what, where=error.where, found=error.found, expected=error.expected, remedy=error.remedy
-    )
-    return [first, *(one for one in error.others if isinstance(one, ConfigError))]
 
 
 def _counts(entry: Entry, settings: Mapping[str, Any], key: str) -> bool:
@@ -489,7 +484,7 @@ def _end_late(deadline_s: float, _num_bytes: int) -> None:
         raise _TooLate
 
 
-def _require_fewer(config: RunConfig, settings: Mapping[str, Any]) -> None:
+def _require_fewer(config: RunConfig, settings: Mapping[str, Any]) -> list[Finding]:
     """Refuses `distributed.min_nodes` where verl could not go on with each number of nodes that it allows. verl finds
     out at a start, and the run would end at its first lost node.
 
@@ -498,7 +493,7 @@ def _require_fewer(config: RunConfig, settings: Mapping[str, Any]) -> None:
     """
     entry, policy = config.trainer.entry, "actor_rollout_ref"
     if config.distributed.min_nodes is None:
-        return
+        return []
 
     def at(key: str) -> int:
         value = value_at(settings, key)
@@ -533,6 +528,7 @@ def _require_fewer(config: RunConfig, settings: Mapping[str, Any]) -> None:
                 expected="FSDP, and sizes that can be divided among each number of ranks",
                 remedy="set distributed.min_nodes=null, or sizes that fit",
             )
+    return []
 
 
 def _elsewhere(path: Path) -> tuple[Path, int, int] | None:
