@@ -80,12 +80,9 @@ def test_a_launcher_a_script_or_a_binary_is_refused_with_what_to_write(
     assert remedy in line.partition("); ")[2]
 
 
-@pytest.mark.parametrize("command", ["train.py", "train", "-m json.tool"])
-def test_a_python_program_is_good(here: Path, command: str) -> None:
-    assert check_guest(started_by(*command.split())) == [good("program")]
-
-
-def test_a_program_that_is_not_there_cannot_be_parsed_or_lacks_a_module_is_refused(here: Path) -> None:
+def test_a_program_is_good_unless_it_is_not_there_cannot_be_parsed_or_lacks_a_module(here: Path) -> None:
+    for command in ("train.py", "train", "-m json.tool"):
+        assert check_guest(started_by(*command.split())) == [good("program")]
     with pytest.raises(NotFound, match="no such program"):
         check_guest(started_by("gone.py"))
     (here / "cut.py").write_text("def f(:\n")
@@ -181,6 +178,9 @@ def test_a_reward_that_imports_a_missing_package_is_refused(here: Path, inside: 
     with pytest.raises(ConfigError, match=r"reward\.py \(found no vs_not_there,"):
         check_reward(reward, run_config())
     assert "slurm.setup" in check_reward(reward, run_config(setup=("x",)))[0]
+    (here / "reward.py").write_text("from helper import x\ndef score(prompt, response, answer): return x\n")
+    with pytest.raises(ConfigError, match=r"set code\.tree=\S+: helper lies beside reward\.py"):
+        check_reward(reward, run_config())
 
 
 @pytest.mark.parametrize(
@@ -207,10 +207,3 @@ def test_a_source_of_deep_attributes_is_read_in_a_moment(here: Path) -> None:
     deep = "x = (" + "+".join(["a"] * 900) + ").y\n"
     (here / "deep.py").write_text(deep + f"x = ([{'0,' * 900}]){'.a' * 150}\n" * 100)
     assert told(check_guest(started_by("deep.py")))[0] == ["program"]
-
-
-def test_a_module_that_lies_beside_a_reward_is_copied_by_a_tree_of_code(here: Path) -> None:
-    (here / "reward.py").write_text("from helper import x\ndef score(prompt, response, answer): return x\n")
-    (here / "helper.py").write_text("x = 1.0\n")
-    with pytest.raises(ConfigError, match=r"set code\.tree=\S+: helper lies beside reward\.py"):
-        check_reward(f"python:{here}/reward.py:score", run_config())

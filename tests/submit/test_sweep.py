@@ -3,7 +3,7 @@
 import pytest
 
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.submit.sweep import swept_runs
+from verl_slurm.submit.submission_plan import swept_runs
 
 
 def test_each_combination_is_a_run_with_a_name() -> None:

@@ -112,6 +112,14 @@ class Places:
         return any(key == given or key.startswith(f"{given}.") for given in self.given)
 
 
+def value_of(config: RunConfig, key: str) -> Any:
+    """Returns the value under a dotted key."""
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
 def with_values(config: RunConfig, values: Mapping[str, object]) -> RunConfig:
     """Returns the config with other values under dotted keys."""
     for key, value in values.items():
@@ -153,7 +161,7 @@ def absolute(config: RunConfig, places: Places | Path) -> RunConfig:
     # An output: relative to the working directory, so that a shipped example does not write into the package.
     values: dict[str, object] = {"run_dir": places.output(config.run_dir.replace("{name}", config.name))}
     for key, no_path in _INPUTS.items():
-        text = getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2])
+        text = value_of(config, key)
         if text is not None and not re.fullmatch(no_path, text, re.DOTALL):
             values[key] = places.path(key, text)
     # A reward holds its path behind a prefix, so it has a rule of its own.

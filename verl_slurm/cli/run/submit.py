@@ -28,8 +28,7 @@ from verl_slurm.submit.checks.code_trees import TreesRead
 from verl_slurm.submit.checks.model_and_reward import needs_building
 from verl_slurm.submit.checks.ranks_environment import show_rank_environment
 from verl_slurm.submit.executor import local_command, render_script
-from verl_slurm.submit.submission_plan import SubmissionPlan
-from verl_slurm.submit.sweep import SweptRun, swept_runs
+from verl_slurm.submit.submission_plan import SubmissionPlan, SweptRun, swept_runs
 
 if TYPE_CHECKING:
     from verl_slurm.submit.submission import Confirm, SubmissionResult

@@ -46,7 +46,7 @@ from verl_slurm.submit.checks.resume_point import check_frozen_inputs, check_rec
 from verl_slurm.submit.checks.user_programs import check_hooks, check_services
 from verl_slurm.submit.checks.verl import check_verl
 from verl_slurm.submit.executor import render_script
-from verl_slurm.submit.relative_paths import Places
+from verl_slurm.submit.relative_paths import Places, value_of
 from verl_slurm.submit.submission_plan import Cluster, SubmissionPlan, reshaped, why_done
 from verl_slurm.tiers.opening import namesakes
 from verl_slurm.verl.verl_inputs import data_of
@@ -553,16 +553,7 @@ def _verdict(draft: Draft) -> list[Finding]:
 def _has(key: str) -> Callable[[Draft], bool]:
     """Returns whether a key of the configuration has another value than its default."""
 
-    def has(draft: Draft) -> bool:
-        return _value(draft.config, key) != _value(RunConfig(), key)
-
-    return has
-
-
-def _value(config: RunConfig, key: str) -> object:
-    section, _, name = key.partition(".")
-    value = getattr(config, section)
-    return getattr(value, name) if name else value
+    return lambda draft: bool(value_of(draft.config, key) != value_of(RunConfig(), key))
 
 
 def _sets_up(draft: Draft) -> bool:

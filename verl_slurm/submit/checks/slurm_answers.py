@@ -46,6 +46,7 @@ from verl_slurm.slurm.runner import slurm_words, waiting_for
 from verl_slurm.slurm.slurm_client import SlurmClient
 from verl_slurm.slurm.sparing import sparable
 from verl_slurm.submit.checks.run_directory import checkpoint_size
+from verl_slurm.submit.relative_paths import value_of
 from verl_slurm.submit.submission_plan import Cluster
 
 _TIMEOUT_S = 20.0
@@ -471,8 +472,6 @@ def judge_script(config: RunConfig, script: str) -> list[Finding]:
 
 
 def _value(config: RunConfig, key: str) -> object:
-    section, _, name = key.partition(".")
-    if name.startswith("extra."):
-        return config.slurm.extra.get(name.removeprefix("extra."), "unset")
-    value = getattr(getattr(config, section), name)
+    extra = key.removeprefix("slurm.extra.")
+    value = value_of(config, key) if extra == key else config.slurm.extra.get(extra)
     return "unset" if value is None else value

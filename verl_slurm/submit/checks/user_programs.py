@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib.machinery import PathFinder
@@ -569,14 +569,18 @@ def check_services(config: RunConfig) -> list[Finding]:
         DataError: a program's Python source cannot be parsed.
         PermissionRefused: a file with a secret is open to others.
     """
-    found, fit = list[Finding](), list[str]()
+    looked = {}
     for name, service in config.services.items():
-        looked = _check_service(config, f"services.{name}.command", service)
-        fit += [name] if _FIT in looked else []
-        found += [one for one in looked if one != _FIT]
+        looked[name] = _check_service(config, f"services.{name}.command", service)
         for variable, path in service.env_from_files.items():
             check_secret(f"services.{name}.env_from_files.{variable}", path)
-    return [*([good(f"services {', '.join(fit)}")] if fit else []), *found]
+    return _of_all("services", looked)
+
+
+def _of_all(kind: str, looked: Mapping[str, list[Finding]]) -> list[Finding]:
+    fit = ", ".join(name for name, found in looked.items() if _FIT in found)
+    rest = [one for found in looked.values() for one in found if one != _FIT]
+    return [good(f"{kind} {fit}"), *rest] if fit else rest
 
 
 def _check_service(config: RunConfig, key: str, service: ServiceConfig) -> list[Finding]:
@@ -627,7 +631,7 @@ def check_hooks(config: RunConfig) -> list[Finding]:
     Raises:
         ConfigError, DataError, PermissionRefused: they are not.
     """
-    hooks, found, fit = config.hooks, list[Finding](), list[str]()
+    hooks, looked = config.hooks, {}
     # The lead runs them, outside of an image and of what is set up for the ranks.
     plain = msgspec.structs.replace(config, slurm=SlurmConfig())
     for hook in HOOKS:
@@ -640,11 +644,8 @@ def check_hooks(config: RunConfig) -> list[Finding]:
                 found=f"no program {words[0]}",
                 remedy="give the path of an executable file (chmod +x), with its arguments as further words",
             )
-        looked = check_executable(plain, words, f"hooks.{hook}")
-        fit += [hook] if _FIT in looked else []
-        found += [one for one in looked if one != _FIT]
+        looked[hook] = check_executable(plain, words, f"hooks.{hook}")
     if hooks.webhook_token_file is not None:
         check_secret("hooks.webhook_token_file", hooks.webhook_token_file)
-    if hooks.webhook:
-        found.append(skipped("whether hooks.webhook answers"))
-    return [*([good(f"hooks {', '.join(fit)}")] if fit else []), *found]
+    unseen = [skipped("whether hooks.webhook answers")] if hooks.webhook else []
+    return [*_of_all("hooks", looked), *unseen]
