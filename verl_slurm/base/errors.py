@@ -68,11 +68,9 @@ class VerlSlurmError(Exception):
 
     def lines(self) -> list[str]:
         """Returns one line for each error, and one for what was not looked at because of them."""
-        lines = [error._line() for error in (self, *self.others)]
-        if self.not_looked_at:
-            unseen = "; ".join(map(_shown, self.not_looked_at))
-            lines.append(f"not looked at yet, since it goes by what is wrong: {unseen}")
-        return lines
+        unseen = "; ".join(map(_shown, self.not_looked_at))
+        last = [f"not looked at yet, since it goes by what is wrong: {unseen}"] if unseen else []
+        return [*(error._line() for error in (self, *self.others)), *last]
 
     def _line(self) -> str:
         # Each part is escaped by itself: text from outside cannot end its part and begin another.

@@ -1,11 +1,11 @@
 """Asks a Python what is installed in it, and where it looks for modules. Torch-free; imports nothing of the user's."""
 
 import os
+import subprocess
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from verl_slurm.base.processes import run_to_end
 from verl_slurm.base.search_path import clean_environment
 
 _TIMEOUT_S = 60.0
@@ -50,10 +50,17 @@ def look(python: str, environ: Mapping[str, str] | None = None, modules: Sequenc
         environ: of the ranks; None: this process's.
         modules: top-level modules to find. None of them is imported.
     """
-    environment = clean_environment(dict(os.environ if environ is None else environ))
     try:
-        # -P: the working directory is not searched for modules.
-        done = run_to_end([python, "-P", "-c", _LOOK, *modules], _TIMEOUT_S, env=environment)
-        return msgspec.json.decode(done.last_line, type=Installed)
-    except (OSError, msgspec.MsgspecError):
+        done = subprocess.run(
+            # -P: the working directory is not searched for modules.
+            [python, "-P", "-c", _LOOK, *modules],
+            env=clean_environment(dict(os.environ if environ is None else environ)),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+        # The last line: a `sitecustomize` of the site's may print before it.
+        return msgspec.json.decode(done.stdout.strip().rpartition(b"\n")[2], type=Installed)
+    except (OSError, subprocess.TimeoutExpired, msgspec.MsgspecError):
         return Installed()

@@ -199,9 +199,6 @@ def _trees(
 
     Args:
         former: root → files of a tree of the run that goes on.
-
-    Raises:
-        ConfigError: one cannot be listed (`list_tree`), or lacks a program that it is copied for.
     """
     code = config.code
     if code.tree is None:
@@ -298,11 +295,7 @@ def _left_out(config: RunConfig, programs: Sequence[Program]) -> set[Path]:
 
 
 def _require_words(config: RunConfig, caller: Path, contents: Sequence[CodeContent]) -> None:
-    """Refuses arguments that name files of the tree that are not copied: the program runs in the copy.
-
-    Raises:
-        ConfigError: there is one.
-    """
+    """Refuses arguments that name files of the tree that are not copied: the program runs in the copy."""
     here = Path(os.path.realpath(caller))
     content = next((one for one in contents if here.is_relative_to(one.tree.root)), None)
     if content is None or not config.trainer.command:

@@ -14,8 +14,7 @@ from verl_slurm.base.errors import ConfigError, DataError
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.packages import require_packages
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.base.processes import run_to_end
-from verl_slurm.checks import Finding, good, told
+from verl_slurm.checks import Finding, good, run_to_end, told
 from verl_slurm.config.checks.rollout import max_model_len
 from verl_slurm.config.families import max_positions
 from verl_slurm.config.load import load_resolved
@@ -217,11 +216,7 @@ def _no_answers(reward: str) -> str:
 
 
 def _check_classifier(directory: Path) -> None:
-    """Refuses a classifier that the ranks would refuse: another head, or several labels.
-
-    Raises:
-        DataError: the reason.
-    """
+    """Refuses a classifier that the ranks would refuse: another head, or several labels."""
     said = read_model_config(directory)
     names = [name for name in said.get("architectures") or () if isinstance(name, str)]
     # transformers writes `id2label` unless there are two labels.

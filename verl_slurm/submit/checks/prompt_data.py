@@ -14,7 +14,7 @@ import msgspec
 from verl_slurm.base.bounded import vocabulary_of
 from verl_slurm.base.errors import UNREADABLE, DataError, together
 from verl_slurm.base.one_line import counted, shell_word
-from verl_slurm.base.processes import run_to_end
+from verl_slurm.checks import run_to_end
 from verl_slurm.config.schema import BUILTIN, RunConfig
 from verl_slurm.dataset.prompts.chat_template import has_template, model_template, read_template
 from verl_slurm.dataset.prompts.choice import (
@@ -267,9 +267,6 @@ def look_at_files(wanted: WantedRows, where: str) -> Rows | str:
 def _ask(wanted: PromptsRequest | WantedRows, where: str) -> tuple[_Answer, str]:
     """Returns the answer of the process that looks; it is empty if it died, which the text explains: `_TOO_LARGE` where
     it is known that memory was the reason.
-
-    Raises:
-        DataError: its own, or it takes too long.
     """
     # A process of its own with bounded memory: a compressed page may need a thousand times its size.
     command = [sys.executable, "-P", "-m", "verl_slurm.dataset.prompts"]

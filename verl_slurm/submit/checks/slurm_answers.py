@@ -27,9 +27,8 @@ from verl_slurm.base.errors import ConfigError, NotFound, SlurmMissing, SlurmRef
 from verl_slurm.base.mounts import file_system
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.base.processes import run_to_end
 from verl_slurm.checkpoint.format.info import CheckpointInfo
-from verl_slurm.checks import Finding, good, skipped, warn
+from verl_slurm.checks import Finding, good, run_to_end, skipped, warn
 from verl_slurm.checks.bad_nodes import recall
 from verl_slurm.checks.cluster_rules import SaveTime, expected_save, measured_save
 from verl_slurm.checks.storage_probe import PlaceReport, probe_place
@@ -210,11 +209,7 @@ def judge_partitions(config: RunConfig, says: SlurmSays) -> list[Finding]:
 
 
 def _require_one_cluster(config: RunConfig, here: str) -> None:
-    """Refuses a job for another cluster than the one that answers: nothing here could see it.
-
-    Raises:
-        SlurmRefused: it is for another one.
-    """
+    """Refuses a job for another cluster than the one that answers: nothing here could see it."""
     wanted = {"slurm.extra.clusters": str(config.slurm.extra.get("clusters") or "")}
     wanted |= {name: os.environ.get(name, "") for name in ("SBATCH_CLUSTERS", "SLURM_CLUSTERS")}
     for where, names in wanted.items():

@@ -23,9 +23,8 @@ from verl_slurm.base.bounded import SOURCE, TooMuch, open_regular, read_regular
 from verl_slurm.base.errors import ConfigError, DataError, NotFound
 from verl_slurm.base.files import read_private
 from verl_slurm.base.one_line import counted, shell_word
-from verl_slurm.base.processes import run_to_end
 from verl_slurm.base.search_path import clean_environment
-from verl_slurm.checks import Finding, good, skipped
+from verl_slurm.checks import Finding, good, run_to_end, skipped
 from verl_slurm.config.hooks_section import HOOKS
 from verl_slurm.config.reward_spec import bindings, names_of
 from verl_slurm.config.schema import RunConfig
@@ -538,11 +537,7 @@ def check_source(config: RunConfig, key: str, file: Path, name: str = "", packag
 
 
 def _parsed(config: RunConfig, file: Path, key: str) -> ast.Module | Finding:
-    """Returns the syntax tree, or that this Python cannot tell.
-
-    Raises:
-        DataError: it cannot be read or parsed.
-    """
+    """Returns the syntax tree, or that this Python cannot tell."""
     try:
         return ast.parse(read_regular(file, SOURCE, follow=True), str(file))
     except _UNPARSED as error:

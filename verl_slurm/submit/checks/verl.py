@@ -262,11 +262,7 @@ def _check_data(
 
 
 def _judged_by_verl(config: RunConfig, composed: Composed) -> list[Finding]:
-    """Has verl itself judge its settings, in the ranks' Python.
-
-    Raises:
-        ConfigError: verl refuses them; at the start each of its processes would.
-    """
+    """Has verl itself judge its settings, in the ranks' Python."""
     answer, unseen = answer_of_ranks_python(config, _JUDGED_BY_VERL, composed.as_yaml())
     found = key = ""
     try:
@@ -292,9 +288,6 @@ def _composed(
 
     Args:
         refused: what is known to be wrong already; all of it is said at once.
-
-    Raises:
-        ConfigError: verl does not take a setting, or a run cannot: nothing was composed.
     """
     entry, notes = config.trainer.entry, list[str]()
     if not config.trainer.command:  # a recipe has files of its own, and may read more keys
@@ -350,11 +343,7 @@ def _check_engines(config: RunConfig, settings: Mapping[str, Any]) -> list[Findi
 
 
 def _check_file(config: RunConfig, file: verl_inputs.CodeFile) -> list[Finding]:
-    """Checks a file of code or settings that verl reads.
-
-    Raises:
-        ConfigError, DataError: it is not there, cannot be parsed, lacks what is taken from it, or a module.
-    """
+    """Checks a file of code or settings that verl reads."""
     where = f"verl.{file.key}"
     # verl gives its default to the new key alone: with the former one the name is empty, and each start fails.
     inside = config.slurm.container is not None
@@ -391,12 +380,7 @@ def _check_file(config: RunConfig, file: verl_inputs.CodeFile) -> list[Finding]:
 
 
 def _check_classes(config: RunConfig, where: str, place: Path) -> list[Finding]:
-    """Looks for the modules of the classes that a file of settings names.
-
-    Raises:
-        DataError: it is not YAML.
-        ConfigError: a module is missing.
-    """
+    """Looks for the modules of the classes that a file of settings names."""
     try:
         text = read_regular(place, CONFIG, follow=True).decode()
         yaml: Any = YAML(typ="safe", pure=True)
@@ -487,9 +471,6 @@ def _end_late(deadline_s: float, _num_bytes: int) -> None:
 def _require_fewer(config: RunConfig, settings: Mapping[str, Any]) -> list[Finding]:
     """Refuses `distributed.min_nodes` where verl could not go on with each number of nodes that it allows. verl finds
     out at a start, and the run would end at its first lost node.
-
-    Raises:
-        ConfigError: the setting, and the number of ranks.
     """
     entry, policy = config.trainer.entry, "actor_rollout_ref"
     if config.distributed.min_nodes is None:
@@ -532,11 +513,7 @@ def _require_fewer(config: RunConfig, settings: Mapping[str, Any]) -> list[Findi
 
 
 def _elsewhere(path: Path) -> tuple[Path, int, int] | None:
-    """Returns a checkpoint of another run. An unreadable manifest is left to the lead, which reports what is wrong.
-
-    Raises:
-        ConfigError: it is a step of plain verl, which has no manifest.
-    """
+    """Returns a checkpoint of another run. An unreadable manifest is left to the lead, which reports what is wrong."""
     if step_of(path.name) is not None and not (path / MANIFEST).exists():
         raise ConfigError(
             "a checkpoint of plain verl has to be taken over first",
@@ -554,11 +531,7 @@ def _elsewhere(path: Path) -> tuple[Path, int, int] | None:
 
 
 def _require_named(entry: Entry, said: Mapping[str, Setting]) -> None:
-    """Requires the inputs in the user's words if no verl can be asked for its defaults.
-
-    Raises:
-        DataError: the user leaves one of them to verl.
-    """
+    """Requires the inputs in the user's words if no verl can be asked for its defaults."""
     for key, kind in verl_inputs.input_keys(entry).items():
         # verl's defaults for the others are paths in the home directories of its examples' authors.
         optional = key == "critic.model.path" or (entry == "sft" and key == "data.val_files")
@@ -572,11 +545,7 @@ def _require_named(entry: Entry, said: Mapping[str, Setting]) -> None:
 
 
 def _require_beside(entry: Entry) -> None:
-    """Requires what verl's trainer imports, of a release whose imports are known; another one may need others.
-
-    Raises:
-        ConfigError: a package is missing.
-    """
+    """Requires what verl's trainer imports, of a release whose imports are known; another one may need others."""
     # find_spec imports none of them.
     missing = [pip for module, pip in _BESIDES[entry].items() if importlib.util.find_spec(module) is None]
     if missing:
@@ -644,11 +613,7 @@ def _check_model(one: verl_inputs.Input, place: Path) -> None:
 
 
 def _check_sizes(entry: Entry, settings: Mapping[str, Any]) -> list[str]:
-    """Refuses a mini-batch that is larger than its batch: verl would end at its first update. Returns notes.
-
-    Raises:
-        ConfigError: both numbers.
-    """
+    """Refuses a mini-batch that is larger than its batch: verl would end at its first update. Returns notes."""
     batch = value_at(settings, "data.train_batch_size")
     roles = ["actor_rollout_ref.actor", *(["critic"] if verl_inputs.with_critic(entry, settings) else [])]
     for role in roles if entry == "ppo" and isinstance(batch, int) else []:
@@ -681,10 +646,6 @@ def _check_rows(
     Args:
         inputs: of the key, each of which exists or is elsewhere.
         begun: the run has trained on this data: missing shards are a note.
-
-    Raises:
-        ConfigError: fewer rows than one batch.
-        DataError: not whole, of a kind that verl does not read, without a column, or without a reward.
     """
     places = [Path(one.place).expanduser() for one in inputs]
     where, there = f"verl.{key}", [place for place in places if place.exists()]
