@@ -87,6 +87,12 @@ def test_one_answer_has_unknown_keys_wrong_values_missing_files_and_programs(
     assert result.code == ExitCode.CONFIG
     for part in ("train.stepz", "'often'", "no such data directory", "no program no-such-program"):
         assert any(part in line for line in result.errors)
+    unseen = "directories above the run; earlier runs of this name; code; room on the disk"
+    said = f"not looked at yet, since it goes by what is wrong: {unseen}"
+    assert result.err.endswith(f"\nverl-slurm: {said}\n")
+    again = cli("submit", "config.yaml", *words, "--cluster", "local", "--json").json
+    assert again["error"].endswith(f" | {said}")
+    assert again["exit_code"] == ExitCode.CONFIG
 
 
 @pytest.mark.parametrize(
@@ -165,7 +171,7 @@ def test_no_write_permission_is_refused_before_anything_is_made(
     workplace: Path, cli: Cli, closed_place: Path, ordinary_user: User
 ) -> None:
     from verl_slurm.base.errors import PermissionRefused
-    from verl_slurm.submit.checks.preflight import check_run_dir
+    from verl_slurm.submit.checks.run_directory import check_run_dir
 
     with ordinary_user(), pytest.raises(PermissionRefused, match="no write permission in") as caught:
         check_run_dir(closed_place / "runs" / "demo")
@@ -223,7 +229,7 @@ def test_a_doctor_without_slurm_still_tells_what_it_found_of_storage(workplace: 
     result = cli("doctor", "--config", "config.yaml")
     assert result.code == ExitCode.UNFIT  # as for every finding that is BAD
     assert "run_dir" in result.out
-    assert "the checks that ask Slurm were left out" in result.out
+    assert "left out, since they go by it: partition, Slurm's settings, bad nodes" in result.out
     topics = [
         finding["topic"] for finding in cli("doctor", "--config", "config.yaml", "--json").json["findings"]
     ]
@@ -241,7 +247,7 @@ def test_a_slurm_that_does_not_answer_is_never_replaced_by_this_machine(
     result = cli("submit", "config.yaml")
     assert result.code == ExitCode.NO_SLURM
     # Above it stands what is waited for.
-    assert "Slurm does not answer" in result.err.splitlines()[-1]
+    assert "Slurm does not answer" in result.errors[-1]
 
 
 def test_an_unwritten_directory_for_a_status_is_not_a_run(workplace: Path, cli: Cli) -> None:

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from verl_slurm.base.errors import ConfigError, PermissionRefused
+from verl_slurm.checks import told
 from verl_slurm.config.changes import may_change
 from verl_slurm.config.load import dump, load, parse_config
-from verl_slurm.submit.checks.model_and_reward import absolute
-from verl_slurm.submit.checks.preflight import check_hooks
-from verl_slurm.submit.relative_paths import Places
+from verl_slurm.submit.checks.user_programs import check_hooks
+from verl_slurm.submit.relative_paths import Places, absolute
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_good_ones_are_kept_and_may_change(tmp_path: Path) -> None:
 def test_programs_and_the_token_are_looked_for_before_queueing(tmp_path: Path) -> None:
     def config(*words: str) -> list[str]:
         found = check_hooks(absolute(parse_config(b"", "x.yaml", words), Places(tmp_path)))
-        return [*found.good, *found.notes]
+        return [line for lines in told(found) for line in lines]
 
     assert config() == []
     assert config("hooks.on_end=[sh, -c, date]", "hooks.webhook=https://x/") == [
@@ -64,7 +64,7 @@ def test_programs_and_the_token_are_looked_for_before_queueing(tmp_path: Path) -
         config("hooks.on_end=[./tell.sh]")
     (tmp_path / "tell.sh").chmod(0o755)
     assert config("hooks.on_end=[./tell.sh]") == ["hooks on_end"]
-    with pytest.raises(ConfigError, match="the webhook's token cannot be read"):
+    with pytest.raises(ConfigError, match="a secret cannot be read"):
         config("hooks.webhook=https://x/", "hooks.webhook_token_file=token")
     (tmp_path / "token").write_text("x")
     (tmp_path / "token").chmod(0o644)

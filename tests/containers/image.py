@@ -26,7 +26,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from tests.slurm_versions.roots import mirror
-from verl_slurm.containers.runtime_probe import AGENT_PACKAGES, OWN_PACKAGES, RANK_PACKAGES
+from verl_slurm.containers.runtimes import AGENT_PACKAGES, OWN_PACKAGES, RANK_PACKAGES
 
 SUITE, PYTHON = "bookworm", (3, 11)
 NOT_IN = ("submitit", "watchdog", "prometheus_client", "boto3", "pytest")

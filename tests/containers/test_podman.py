@@ -12,7 +12,7 @@ import pytest
 from tests.containers import image as images
 from tests.harness import ROOT
 from verl_slurm.config.load import parse_config
-from verl_slurm.containers import runtime_probe
+from verl_slurm.containers import runtimes
 from verl_slurm.containers.inside import ENVIRONMENT, LIFELINE, pack_environment
 from verl_slurm.containers.runtimes import contained_ranks_argv
 
@@ -70,8 +70,8 @@ def start(tmp_path: Path, short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> S
     config = parse_config(b"", "x.yaml", words)
 
     def go(*packages: str) -> subprocess.CompletedProcess[str]:
-        monkeypatch.setattr(runtime_probe, "RANK_PACKAGES", packages)
-        monkeypatch.setattr(runtime_probe, "OWN_PACKAGES", ())
+        monkeypatch.setattr(runtimes, "RANK_PACKAGES", packages)
+        monkeypatch.setattr(runtimes, "OWN_PACKAGES", ())
         program = ["python3", "-c", TELL.format(run=tmp_path / "run")]
         with socket.socket(socket.AF_UNIX) as line:
             line.bind(os.path.relpath(control / LIFELINE))

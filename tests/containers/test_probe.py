@@ -8,12 +8,12 @@ import pytest
 import verl_slurm
 from tests.builders import run_config
 from verl_slurm.config.container_section import ContainerConfig
-from verl_slurm.containers import runtime_probe
+from verl_slurm.containers import runtimes
 
 
 def look(*inside: str) -> subprocess.CompletedProcess[str]:
     config = run_config(container=ContainerConfig(image="/i.sif", python=sys.executable))
-    argv = runtime_probe.probe_argv(config, inside)
+    argv = runtimes.probe_argv(config, inside)
     return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -47,7 +47,7 @@ def test_an_image_that_does_not_fit_is_told_in_one_line(
     if name == "version":
         monkeypatch.setattr(verl_slurm, "__version__", value)
     else:
-        monkeypatch.setattr(runtime_probe, "RANK_PACKAGES", value)
+        monkeypatch.setattr(runtimes, "RANK_PACKAGES", value)
     done = look("timeit")
     assert done.returncode == 1
     assert done.stderr == f"ConfigError: {what}; in the image: {sys.executable} -m pip install {remedy}\n"

@@ -21,8 +21,8 @@ from tests.journals import read_events
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.checks.bad_nodes import recall, remember
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.health.bad_nodes import recall, remember
 from verl_slurm.wire.lead_file import read_lead_address
 from verl_slurm.wire.messages import (
     AgentReady,

@@ -24,9 +24,8 @@ from verl_slurm.config.health import HealthConfig
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.services_section import ServiceConfig
-from verl_slurm.containers.image_mounts import mounts
 from verl_slurm.containers.inside import ENVIRONMENT
-from verl_slurm.containers.runtimes import Gpus, contained_ranks_argv, in_image
+from verl_slurm.containers.runtimes import Gpus, contained_ranks_argv, in_image, mounts
 from verl_slurm.wire.messages import Launch
 
 PATHS = RunPaths("/shared/me/run")

@@ -20,7 +20,7 @@ from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import append_line, open_log, open_to_group, private_dir, write_file
 from verl_slurm.config.load import parse_config
-from verl_slurm.submit.checks.group import check_group
+from verl_slurm.submit.checks.run_directory import check_group
 
 GROUP = "users"
 LOOK = """
@@ -184,6 +184,6 @@ def test_a_folder_on_the_way_that_keeps_the_members_out_is_named(tmp_path: Path)
     (tmp_path / "mine").mkdir(mode=0o700)
     name = grp.getgrgid(os.getegid()).gr_name
     config = parse_config(b"", "my.yaml", [f"group={name}", f"run_dir={tmp_path}/mine/run"])
-    checked, note = check_group(config)
-    assert checked == [f"group {name}"]
+    checked, note = [one.line for one in check_group(config)]
+    assert checked == f"group {name}"
     assert "will not reach the run: " in note

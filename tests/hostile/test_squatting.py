@@ -29,7 +29,7 @@ from verl_slurm.base.files import append_line, make_private, private_dir, read_p
 from verl_slurm.base.keys import new_key_file, read_key_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.local_copy import list_parts, prune_parts
-from verl_slurm.submit.checks.preflight import check_run_dir
+from verl_slurm.submit.checks.run_directory import check_run_dir
 from verl_slurm.wire.control_page import ControlPage
 from verl_slurm.wire.http import read_token
 

@@ -8,7 +8,7 @@ import pytest
 from tests.builders import run_config
 from verl_slurm.base.errors import SlurmMissing
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.doctor.storage_probe import PlaceReport
+from verl_slurm.checks.storage_probe import PlaceReport
 from verl_slurm.plan import plan_facts
 from verl_slurm.plan.plan_inputs import KnownValue, complete
 from verl_slurm.slurm.facts import PartitionFacts

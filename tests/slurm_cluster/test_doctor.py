@@ -42,7 +42,7 @@ def test_a_fire_drill_on_two_nodes_tells_who_got_which_signal_and_leaves_nothing
     assert found["ports"][0]["found"] == "2 nodes reach one another"
     assert found["python"][0]["verdict"] == "good"
     assert list(tmp_path.iterdir()) == []
-    wait_until_gone("verl_slurm.doctor.drill_job")
+    wait_until_gone("verl_slurm.checks.drill_job")
 
 
 def test_a_partition_that_cannot_run_the_job_is_bad_and_nothing_is_queued(

@@ -4,14 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from verl_slurm.checks.bad_nodes import folder, remember
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.health.bad_nodes import folder, remember
 from verl_slurm.slurm.batch import sbatch_parameters
 from verl_slurm.slurm.facts import PartitionFacts
-from verl_slurm.submit.checks import avoided_nodes as module
-from verl_slurm.submit.checks.avoided_nodes import nodes_to_avoid
-from verl_slurm.submit.checks.preflight import SlurmSays
+from verl_slurm.submit.checks import slurm_answers as module
+from verl_slurm.submit.checks.slurm_answers import SlurmSays, nodes_to_avoid
 
 SAYS = SlurmSays(
     {"ClusterName": "c"},
@@ -58,7 +57,8 @@ def note(*names: str) -> None:
 def test_a_bad_node_is_excluded_beside_those_that_the_user_excludes() -> None:
     note("n1")
     wanted = config(1, "slurm.extra={exclude: n2}")
-    avoids, (told,) = nodes_to_avoid(wanted, SAYS)
+    avoids, found = nodes_to_avoid(wanted, SAYS)
+    told = found[0].line
     assert avoids == ("n1",)
     assert told.startswith("the job avoids n1 until ")
     assert told.endswith("(GPUs: off the bus)")
@@ -71,12 +71,8 @@ def test_where_too_few_nodes_would_be_left_the_oldest_are_let_in_again() -> None
     note("n1", "n2")
     avoids, notes = nodes_to_avoid(config(2), SAYS)
     assert avoids == ("n2",)
-    assert "may get n1 until" in notes[1]
-
-
-def test_a_run_that_keeps_no_memory_avoids_nothing() -> None:
-    note("n1")
-    assert nodes_to_avoid(config(1, "health.exclude_h=0"), SAYS) == ((), [])
+    assert "may get n1 until" in notes[1].line
+    assert nodes_to_avoid(config(1, "health.exclude_h=0"), SAYS) == ((), []), "it keeps no memory"
 
 
 def test_a_damaged_record_is_told_and_stops_no_submission() -> None:
@@ -84,4 +80,4 @@ def test_a_damaged_record_is_told_and_stops_no_submission() -> None:
     (folder("c") / "n1.json").write_bytes(b"{")
     avoids, (told,) = nodes_to_avoid(config(1), SAYS)
     assert avoids == ()
-    assert told.startswith("a record of a bad node is passed over: ")
+    assert told.line.startswith("a record of a bad node is passed over: ")

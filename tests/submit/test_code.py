@@ -20,8 +20,7 @@ from verl_slurm.program.programs import Moves
 from verl_slurm.submit import submission
 from verl_slurm.submit.checks import code_trees as checks
 from verl_slurm.submit.checks.code_trees import plan_code
-from verl_slurm.submit.checks.model_and_reward import absolute
-from verl_slurm.submit.relative_paths import Places
+from verl_slurm.submit.relative_paths import Places, absolute
 from verl_slurm.submit.submission import carry_out, plan_submission
 from verl_slurm.submit.submission_plan import CodePlan, SubmissionPlan
 
@@ -123,12 +122,9 @@ def test_what_a_run_wrote_beside_its_program_is_no_change_of_its_code(place: Pla
         place.plan("code.max_mb=1")
 
 
-def test_a_new_run_has_no_code_of_its_own_to_go_on_with(place: Place) -> None:
-    with pytest.raises(ConfigError, match="leave out --code"):
-        place.plan(code="run")
-
-
 def test_before_a_run_has_begun_its_code_may_change(place: Place) -> None:
+    with pytest.raises(ConfigError, match="leave out --code"):
+        place.plan(code="run")  # a new one has none of its own to go on with
     place.submit()
     (place.repo / "train.py").write_text("edited\n")
     place.submit()
@@ -141,15 +137,6 @@ def test_a_run_goes_on_with_its_copy_if_the_code_outside_is_gone(place: Place) -
     place.repo.rename(place.root / "elsewhere")
     assert place.submit(code="run").notes
     assert place.ranks().is_file()
-
-
-def test_a_run_of_an_older_version_goes_on_without_a_record(place: Place) -> None:
-    place.submit()
-    place.paths.code_record.unlink()
-    place.begin()
-    assert place.ranks() == place.repo / "train.py"
-    place.submit()
-    assert place.ranks() != place.repo / "train.py"
 
 
 def test_nothing_is_copied_where_the_user_does_not_want_it(place: Place) -> None:
@@ -218,9 +205,15 @@ def test_a_program_that_git_ignores_is_copied_with_its_directory(place: Place) -
     (place.repo / "mine").mkdir()
     for name in ("go.py", "near.py"):
         (place.repo / "mine" / name).write_text("")
-    place.submit(f"trainer.command=[{place.repo}/mine/go.py]")
+    place.submit(
+        f"trainer.command=[{place.repo}/mine/go.py]", f"services.judge.command=[{place.repo}/mine/near.py]"
+    )
     [tree] = place.record().trees
     assert (tree.root, tree.num_files, tree.commit) == (f"{place.repo}/mine", 2, "")
+    # The program of a service is the submitted one, too.
+    (place.repo / "mine/near.py").write_text("second")
+    moved = Moves.of(place.paths).config(load(place.paths.run_yaml))
+    assert Path(moved.services["judge"].command[0]).read_text() == ""
 
 
 def test_a_repository_of_the_whole_home_is_not_the_programs(
@@ -331,21 +324,17 @@ def test_a_module_of_the_users_is_found_by_the_search_path(
     assert (
         moves.as_submitted(f'File "{copy}/mine/train.py", line 3') == f'File "{repo}/mine/train.py", line 3'
     )
+    # In an image they are found by PYTHONPATH alone, and the packages are the image's.
+    text = "trainer: {backend: command, command: [-m, mine]}\nslurm: {container: {image: x.sif}}"
+    record = planned(config_of(tmp_path, text), tmp_path).record
+    assert [tree.root for tree in record.trees] == [str(repo)]
+    assert (record.python, record.packages) == ("", {})
     installed = config_of(tmp_path, "trainer: {backend: command, command: [-m, msgspec]}")
     plan = planned(installed, tmp_path)
     assert plan.record.trees == ()
     assert plan.notes == (
         "msgspec is not copied: it is part of an installed package, or the nodes alone have it",
     )
-
-
-def test_in_an_image_modules_are_found_by_pythonpath(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    repo = new_repo(tmp_path / "repo", mine="")
-    monkeypatch.setenv("PYTHONPATH", str(repo))
-    text = "trainer: {backend: command, command: [-m, mine]}\nslurm: {container: {image: x.sif}}"
-    record = planned(config_of(tmp_path, text), tmp_path).record
-    assert [tree.root for tree in record.trees] == [str(repo)]
-    assert (record.python, record.packages) == ("", {})
 
 
 def test_an_editable_install_is_searched_in_the_copy(tmp_path: Path) -> None:
@@ -372,12 +361,3 @@ def test_a_link_that_is_turned_after_the_submission_changes_nothing(tmp_path: Pa
     [program] = Moves(paths, plan.record).config(config).trainer.command
     assert program == f"{paths.code}/{plan.record.trees[0].digest}/train.py"
     assert plan.record.trees[0].root == f"{tmp_path}/v1"
-
-
-def test_the_program_of_a_service_is_the_submitted_one(place: Place) -> None:
-    judge = place.repo / "judge.py"
-    judge.write_text("first\n")
-    place.submit(f"services.judge.command=[{judge}]")
-    judge.write_text("second\n")
-    moved = Moves.of(place.paths).config(load(place.paths.run_yaml))
-    assert Path(moved.services["judge"].command[0]).read_text() == "first\n"

@@ -9,11 +9,11 @@ from tests.journals import append_event
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.info import CheckpointInfo
+from verl_slurm.checks.storage_probe import PlaceReport
 from verl_slurm.config.load import parse_config
-from verl_slurm.doctor.storage_probe import PlaceReport
 from verl_slurm.journal.steps import append_step
 from verl_slurm.loops.reach import reach
-from verl_slurm.submit.checks.deadlines import save_time
+from verl_slurm.submit.checks.slurm_answers import save_time
 
 CONFIG = parse_config(b"", "my.yaml", ())
 
@@ -39,10 +39,8 @@ def test_what_was_measured_beats_what_is_expected(tmp_path: Path) -> None:
     found = save_time(CONFIG, paths, committed(10 * 10**9), probe=broken)
     assert found is not None
     assert found.seconds == 3.25
-
-
-def test_storage_is_not_tried_for_a_state_that_is_small(tmp_path: Path) -> None:
-    paths = RunPaths(private_dir(tmp_path / "run"))
+    # Storage is not tried for a state that is small.
+    paths = RunPaths(private_dir(tmp_path / "small"))
     assert save_time(CONFIG, paths, committed(10**6), probe=disk) is None
     assert save_time(CONFIG, paths, [], probe=disk) is None  # nobody knows how large it will be
     assert save_time(CONFIG, paths, committed(10**10), probe=broken) is None

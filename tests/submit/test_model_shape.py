@@ -6,8 +6,7 @@ import pytest
 
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.config.schema import DistributedConfig
-from verl_slurm.submit.checks.model_and_reward import BUILTIN_MODELS
-from verl_slurm.submit.checks.model_families import check_model_shape, shape_complaints
+from verl_slurm.submit.checks.model_files import BUILTIN_MODELS, check_model_shape, shape_complaints
 
 TINY = BUILTIN_MODELS["tiny"]
 
@@ -43,9 +42,6 @@ def test_a_plan_that_cannot_be_followed_is_named_with_its_word_and_its_family() 
     said = {**TINY, "model_type": "mixtral"}
     with pytest.raises(ConfigError, match="mixtral: moe_tp_experts in transformers' tensor-parallel plan"):
         check_model_shape(DistributedConfig(tp_size=2), "/models/mixtral", said)
-
-
-def test_a_model_is_refused_by_name_before_anything_is_queued() -> None:
     said = {**TINY, "num_attention_heads": 6}
     check_model_shape(DistributedConfig(), "/models/six", said)
     with pytest.raises(ConfigError, match=r"tp_size, /models/six.*found 4, expected a divisor of .*heads=6"):

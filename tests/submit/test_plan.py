@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,15 +15,15 @@ from verl_slurm.slurm.batch import sbatch_options, sbatch_parameters, unwanted_e
 from verl_slurm.slurm.facts import PartitionFacts
 from verl_slurm.submit.checks.model_and_reward import (
     BUILTIN_DATA,
-    BUILTIN_MODELS,
     RULES,
-    absolute,
     build_builtins,
     built_before,
     cache_dir,
     needs_building,
 )
-from verl_slurm.submit.checks.preflight import choose_cluster, partition_complaint
+from verl_slurm.submit.checks.model_files import BUILTIN_MODELS
+from verl_slurm.submit.checks.slurm_answers import choose_cluster, partition_complaint
+from verl_slurm.submit.relative_paths import absolute
 
 
 def config(*overrides: str) -> RunConfig:
@@ -44,42 +45,39 @@ def facts(**changes: object) -> PartitionFacts:
     return PartitionFacts(**(known | changes))  # type: ignore[arg-type]
 
 
-def test_the_batch_process_alone_is_signalled_and_is_python_itself() -> None:
-    parameters = sbatch_parameters(config("slurm.signal_lead_s=30"))
-    additional = parameters["additional_parameters"]
-    assert additional == {"signal": "B:USR1@30", "requeue": True}
-    assert parameters["use_srun"] is False
-    assert parameters["ntasks_per_node"] == 1
-
-
-def test_what_is_not_asked_for_is_not_in_the_script() -> None:
-    parameters = sbatch_parameters(config("slurm.extra={exclusive: false}"))
-    assert not {"partition", "mem", "gpus_per_node"} & set(parameters)
-    assert "exclusive" not in str(parameters)
-
-
-def test_what_is_asked_for_is_in_the_script() -> None:
-    parameters = sbatch_parameters(
-        config(
-            "slurm.partition=gpu",
-            "slurm.account=lab",
-            "slurm.qos=high",
-            "slurm.gpus_per_node=8",
-            "slurm.mem_mb_per_node=2048",
-            "slurm.extra={constraint: a100, exclusive: true}",
-        )
+def test_the_script_has_what_is_asked_for_and_the_batch_process_alone_is_signalled() -> None:
+    asked = config(
+        "slurm.partition=gpu",
+        "slurm.account=lab",
+        "slurm.qos=high",
+        "slurm.gpus_per_node=8",
+        "slurm.mem_mb_per_node=2048",
+        "slurm.signal_lead_s=30",
+        "slurm.extra={constraint: a100, exclusive: true}",
     )
-    assert parameters["partition"] == "gpu"
-    assert parameters["gpus_per_node"] == 8
-    assert parameters["mem"] == "2048MB"
-    additional = parameters["additional_parameters"]
-    assert isinstance(additional, dict)
-    assert {
+    parameters = sbatch_parameters(asked)
+    additional = parameters.pop("additional_parameters")
+    wanted = {
+        "partition": "gpu",
+        "gpus_per_node": 8,
+        "mem": "2048MB",
+        "use_srun": False,
+        "ntasks_per_node": 1,
+    }
+    assert wanted.items() <= parameters.items()
+    assert additional == {"signal": "B:USR1@30", "requeue": True} | {
         "account": "lab",
         "qos": "high",
         "constraint": "a100",
         "exclusive": True,
-    }.items() <= additional.items()
+    }
+    # The template gets the same as options.
+    options = sbatch_options(asked)
+    assert {"--partition=gpu", "--exclusive", "--requeue", "--signal=B:USR1@30", "--nodes=2"} <= set(options)
+    assert not any("setup" in option or "srun" in option for option in options)
+    bare = sbatch_parameters(config("slurm.extra={exclusive: false}"))
+    assert not {"partition", "mem", "gpus_per_node"} & set(bare)
+    assert "exclusive" not in str(bare)
 
 
 def test_memory_and_gpus_in_other_words_stand_in_the_script_alone() -> None:
@@ -89,12 +87,6 @@ def test_memory_and_gpus_in_other_words_stand_in_the_script_alone() -> None:
     assert not any(option.startswith("--gpus") for option in options)
     beside = sbatch_options(config("slurm.gpus_per_node=2", "slurm.extra.gres=lustre:1"))
     assert {"--gpus-per-node=2", "--gres=lustre:1"} <= set(beside)
-
-
-def test_the_template_gets_the_same_as_options() -> None:
-    options = sbatch_options(config("slurm.partition=gpu", "slurm.extra={exclusive: true}"))
-    assert {"--partition=gpu", "--exclusive", "--requeue", "--signal=B:USR1@120", "--nodes=2"} <= set(options)
-    assert not any("setup" in option or "srun" in option for option in options)
 
 
 def test_the_environment_of_a_surrounding_job_is_left_behind() -> None:
@@ -116,50 +108,50 @@ def test_the_environment_of_a_surrounding_job_is_left_behind() -> None:
     assert "SBATCH_ACCOUNT" in unwanted_environment(names, config("slurm.account=lab"))
 
 
-def test_a_run_may_go_on_with_other_slurm_daemon_and_checkpoint_settings() -> None:
-    new = config("slurm.partition=gpu", "daemon.crash_budget=1", "checkpoint.resume_from=/c/step_000001")
-    changed = refuse_changes(config(), new, Path("/run"))
-    assert changed == ["checkpoint.resume_from", "slurm.partition", "daemon.crash_budget"]
+GRPO = ("train.algorithm=grpo", "rollout.samples_per_prompt=4")
+OTHER_PLACE = ("slurm.partition=gpu", "daemon.crash_budget=1", "checkpoint.resume_from=/c/step_000001")
+HELD_OUT, EVALUATED = ("data.eval_fraction=0.1",), ("train.eval_every_steps=5", "train.eval_temperature=0.5")
 
 
-def test_a_run_does_not_go_on_with_another_training() -> None:
-    with pytest.raises(ConfigError, match=r"train\.steps: 30 -> 5; distributed\.threads_per_rank: 1 -> 2"):
-        refuse_changes(
-            config(),
-            config("train.steps=5", "distributed.threads_per_rank=2", "slurm.partition=gpu"),
-            Path("/run"),
-            steps_done=6,
-        )
-
-
-def test_a_run_does_not_go_on_with_another_algorithm() -> None:
-    grpo = config("train.algorithm=grpo", "rollout.samples_per_prompt=4")
-    with pytest.raises(ConfigError, match=r"samples_per_prompt: 1 -> 4; train\.algorithm: 'ppo' -> 'grpo'"):
-        refuse_changes(config(), grpo, Path("/run"))
+@pytest.mark.parametrize(
+    ("before", "after", "options", "changed"),
+    [
+        ((), OTHER_PLACE, {}, ["checkpoint.resume_from", "slurm.partition", "daemon.crash_budget"]),
+        ((), ("distributed.nodes=1",), {}, ["distributed.nodes"]),
+        ((), ("seed=3",), {"begun": False}, ["seed"]),
+        ((), ("train.steps=31",), {"steps_done": 30}, ["train.steps"]),
+        ((), ("rollout.max_logprob_gap=0.1",), {}, ["rollout.max_logprob_gap"]),
+        (HELD_OUT, HELD_OUT + EVALUATED, {}, ["train.eval_every_steps", "train.eval_temperature"]),
+        ((), HELD_OUT, {}, r"data\.eval_fraction: 0\.0 -> 0\.1"),
+        ((), GRPO, {}, r"samples_per_prompt: 1 -> 4; train\.algorithm: 'ppo' -> 'grpo'"),
+        (
+            (),
+            ("train.steps=5", "distributed.threads_per_rank=2", "slurm.partition=gpu"),
+            {"steps_done": 6},
+            r"train\.steps: 30 -> 5; distributed\.threads_per_rank: 1 -> 2",
+        ),
+        (
+            (),
+            ("distributed.dp_size=4", "distributed.nodes=4"),
+            {},
+            r"expected train\.batch_size_per_device=32",
+        ),
+    ],
+)
+def test_a_run_goes_on_with_other_settings_and_not_with_another_training(
+    before: tuple[str, ...], after: tuple[str, ...], options: dict[str, Any], changed: str | list[str]
+) -> None:
+    old, new = config(*before), config(*after)
+    if isinstance(changed, list):
+        assert refuse_changes(old, new, Path("/run"), **options) == changed
+    else:
+        with pytest.raises(ConfigError, match=changed):
+            refuse_changes(old, new, Path("/run"), **options)
 
 
 def test_a_run_may_go_on_with_another_number_of_ranks_where_a_step_stays_the_same() -> None:
     wider = config("distributed.dp_size=4", "distributed.nodes=4")
-    with pytest.raises(ConfigError, match=r"expected train\.batch_size_per_device=32"):
-        refuse_changes(config(), wider, Path("/run"))
-    changed = refuse_changes(config(), keep_step(config(), wider), Path("/run"))
-    assert set(changed) <= LAYOUT_KEYS
-    assert refuse_changes(config(), config("distributed.nodes=1"), Path("/run")) == ["distributed.nodes"]
-
-
-def test_a_run_that_has_not_begun_may_change_everything_and_steps_may_always_be_raised() -> None:
-    assert refuse_changes(config(), config("seed=3"), Path("/run"), begun=False) == ["seed"]
-    assert refuse_changes(config(), config("train.steps=31"), Path("/run"), steps_done=30) == ["train.steps"]
-    looser = config("rollout.max_logprob_gap=0.1")
-    assert refuse_changes(config(), looser, Path("/run")) == ["rollout.max_logprob_gap"]
-
-
-def test_how_a_run_is_evaluated_may_change_and_what_is_held_out_may_not() -> None:
-    before = config("data.eval_fraction=0.1")
-    after = config("data.eval_fraction=0.1", "train.eval_every_steps=5", "train.eval_temperature=0.5")
-    assert refuse_changes(before, after, Path("/run")) == ["train.eval_every_steps", "train.eval_temperature"]
-    with pytest.raises(ConfigError, match=r"data\.eval_fraction: 0\.0 -> 0\.1"):
-        refuse_changes(config(), before, Path("/run"))
+    assert set(refuse_changes(config(), keep_step(config(), wider), Path("/run"))) <= LAYOUT_KEYS
 
 
 def test_paths_are_made_absolute_and_words_stay() -> None:

@@ -3,16 +3,19 @@
 import resource
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.builders import run_config, write_manifest
 from verl_slurm.base.errors import ConfigError, DataError, KeyRefused, PermissionRefused
 from verl_slurm.base.files import write_file
+from verl_slurm.checks import told
 from verl_slurm.config.load import parse_config
-from verl_slurm.config.schema import RunConfig
+from verl_slurm.config.schema import DistributedConfig, RunConfig
+from verl_slurm.submit.checks import check_list
+from verl_slurm.submit.checks.check_list import check_gpus, check_metrics_port, check_resume_from
 from verl_slurm.submit.checks.model_files import check_model
-from verl_slurm.submit.checks.preflight import check_metrics_port, check_resume_from
-from verl_slurm.submit.checks.submitting_machine import place_notes, shell_notes
+from verl_slurm.submit.checks.slurm_answers import place_notes, shell_notes
 
 
 def _checkpoint(directory: Path, *, critic: bool) -> None:
@@ -40,12 +43,9 @@ def test_a_run_starts_from_no_checkpoint_of_the_other_algorithm(tmp_path: Path) 
     )
     with pytest.raises(ConfigError, match="expected train.algorithm=grpo: the checkpoint holds actor"):
         check_resume_from(_config(grpo, "ppo"))
-
-
-def test_a_checkpoint_that_cannot_be_read_is_left_to_who_verifies_it(tmp_path: Path) -> None:
-    tmp_path.chmod(0o700)
-    (tmp_path / "manifest.json").write_bytes(b"?")
-    check_resume_from(_config(tmp_path, "grpo"))
+    # One that cannot be read is left to the lead, which verifies it.
+    (grpo / "manifest.json").write_bytes(b"?")
+    check_resume_from(_config(grpo, "ppo"))
 
 
 def test_a_metrics_port_has_its_token_before_anything_is_queued(tmp_path: Path) -> None:
@@ -55,19 +55,15 @@ def test_a_metrics_port_has_its_token_before_anything_is_queued(tmp_path: Path) 
     with pytest.raises(KeyRefused):
         check_metrics_port(config)
     write_file(token, b"t" * 64)
-    assert check_metrics_port(config) is None
+    assert check_metrics_port(config) == []
+    # One that the network reaches is said; without a port nothing is.
+    words = [f"observability.token_file={token}", "observability.metrics_host=0.0.0.0"]
+    assert check_metrics_port(parse_config(b"", "my.yaml", words)) == []
+    (note,) = check_metrics_port(parse_config(b"", "my.yaml", [*words, "observability.metrics_port=9464"]))
+    assert "the whole network reaches" in note.line
     token.chmod(0o644)
     with pytest.raises(PermissionRefused):
         check_metrics_port(config)
-
-
-def test_a_port_that_the_network_reaches_is_said(tmp_path: Path) -> None:
-    write_file(tmp_path / "token", b"t" * 64)
-    words = [f"observability.token_file={tmp_path / 'token'}", "observability.metrics_host=0.0.0.0"]
-    assert check_metrics_port(parse_config(b"", "my.yaml", words)) is None  # no port at all
-    note = check_metrics_port(parse_config(b"", "my.yaml", [*words, "observability.metrics_port=9464"]))
-    assert note is not None
-    assert "the whole network reaches" in note
 
 
 @pytest.mark.parametrize(
@@ -83,22 +79,23 @@ def test_a_port_that_the_network_reaches_is_said(tmp_path: Path) -> None:
 def test_a_place_that_only_this_machine_has_is_said(
     monkeypatch: pytest.MonkeyPatch, kind: str, conf: dict[str, str], said: str
 ) -> None:
-    monkeypatch.setattr("verl_slurm.submit.checks.submitting_machine.file_system", lambda _: kind)
+    monkeypatch.setattr("verl_slurm.submit.checks.slurm_answers.file_system", lambda _: kind)
     # The checkout that is tested may lie in /tmp as well.
-    notes = [note for note in place_notes(run_config(run_dir="/tmp/runs"), conf) if "/tmp/runs" in note]
+    _, notes = told(place_notes(run_config(run_dir="/tmp/runs"), conf))
+    notes = [note for note in notes if "/tmp/runs" in note]
     assert [said in note for note in notes] == [True] * bool(said)
 
 
 def test_what_comes_with_the_shell_and_what_does_not_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda kind: (600 if kind == resource.RLIMIT_CPU else -1, -1))
     (note,) = shell_notes(run_config(), {}, {})
-    assert "CPU 600 (ulimit -t)" in note
+    assert "CPU 600 (ulimit -t)" in note.line
     monkeypatch.setattr(
         "resource.getrlimit", lambda kind: (64 if kind == resource.RLIMIT_MEMLOCK else -1, -1)
     )
     for keys in ({"nodes": 2}, {"nodes": 1, "gpus_per_node": 8}):
         assert shell_notes(run_config(**keys), {}, {}) == []
-    assert "MEMLOCK 64 (ulimit -l)" in shell_notes(run_config(nodes=2, gpus_per_node=8), {}, {})[0]
+    assert "MEMLOCK 64 (ulimit -l)" in shell_notes(run_config(nodes=2, gpus_per_node=8), {}, {})[0].line
     monkeypatch.setattr("resource.getrlimit", lambda kind: (600 if kind == resource.RLIMIT_CPU else -1, -1))
     for conf, extra in (
         ({"PropagateResourceLimits": "NONE"}, {}),
@@ -108,7 +105,7 @@ def test_what_comes_with_the_shell_and_what_does_not_is_said(monkeypatch: pytest
         assert shell_notes(run_config(extra=extra), conf, {}) == []
     free = {"PropagateResourceLimits": "NONE"}
     (note,) = shell_notes(run_config(), free, {"SBATCH_EXPORT": "NONE", "SBATCH_PARTITION": "a"})
-    assert note.startswith("SBATCH_EXPORT: not handed on")
+    assert note.line.startswith("SBATCH_EXPORT: not handed on")
 
 
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 1234567\n"
@@ -133,3 +130,26 @@ def test_a_tokenizer_that_was_cut_is_refused_with_its_file(tmp_path: Path) -> No
     (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"a":')
     with pytest.raises(DataError, match="tokenizer is damaged: .*tokenizer.json"):
         check_model("model.path", tmp_path)
+
+
+CUDA = msgspec.structs.replace(RunConfig(), distributed=DistributedConfig(device="cuda"))
+
+
+def test_what_speaks_against_a_gpu_is_a_note_on_slurm_and_refused_on_this_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    driver, signs = tmp_path / "version", [tmp_path / "version"]
+    monkeypatch.setattr(check_list, "version", lambda _: "2.13.0")
+    with pytest.raises(ConfigError, match="no NVIDIA driver"):
+        check_gpus(CUDA, "local", signs=signs)
+    assert check_gpus(CUDA, "slurm", signs=signs) == [], "a login node need not have one"
+    driver.touch()
+    assert check_gpus(CUDA, "local", signs=signs) == []
+    monkeypatch.setattr(check_list, "version", lambda _: "2.13.0+cpu")
+    (note,) = check_gpus(CUDA, "slurm", signs=())
+    assert "torch 2.13.0+cpu of this environment is built without CUDA" in note.line
+    assert "constraints/cuda.txt" in note.remedy
+    with pytest.raises(ConfigError, match=r"torch 2\.13\.0\+cpu, built without CUDA"):
+        check_gpus(CUDA, "local", signs=signs)
+    # A run that asks for none is told nothing.
+    assert check_gpus(RunConfig(), "local", signs=()) == []

@@ -7,6 +7,7 @@ import pytest
 
 from tests.builders import run_config
 from verl_slurm.base.errors import ConfigError, DataError, NotFound, VerlSlurmError
+from verl_slurm.checks import good, told
 from verl_slurm.config.container_section import ContainerConfig
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.submit.checks.model_and_reward import check_guest, check_reward
@@ -79,12 +80,9 @@ def test_a_launcher_a_script_or_a_binary_is_refused_with_what_to_write(
     assert remedy in line.partition("); ")[2]
 
 
-@pytest.mark.parametrize("command", ["train.py", "train", "-m json.tool"])
-def test_a_python_program_is_good(here: Path, command: str) -> None:
-    assert check_guest(started_by(*command.split())) == (["program"], [])
-
-
-def test_a_program_that_is_not_there_cannot_be_parsed_or_lacks_a_module_is_refused(here: Path) -> None:
+def test_a_program_is_good_unless_it_is_not_there_cannot_be_parsed_or_lacks_a_module(here: Path) -> None:
+    for command in ("train.py", "train", "-m json.tool"):
+        assert check_guest(started_by(*command.split())) == [good("program")]
     with pytest.raises(NotFound, match="no such program"):
         check_guest(started_by("gone.py"))
     (here / "cut.py").write_text("def f(:\n")
@@ -115,7 +113,7 @@ def test_what_cannot_be_seen_from_here_is_said_and_not_called_good(here: Path) -
     ]
     for words, keys, said in cases:
         backend = str(keys.pop("backend", "command"))
-        (note,) = check_guest(started_by(*words, backend=backend, **keys)).notes
+        _, (note,) = told(check_guest(started_by(*words, backend=backend, **keys)))
         assert note.startswith("not looked at: "), note
         assert said in note
 
@@ -126,7 +124,7 @@ def test_no_code_of_the_configurations_pythonpath_is_run(here: Path) -> None:
     (here / "lib" / "only_here.py").write_text(f"open({str(here / 'ran')!r}, 'w')\n")
     (here / "needs.py").write_text("import only_here\n")
     found = check_guest(started_by("needs.py", env={"PYTHONPATH": str(here / "lib")}))
-    assert found.notes == []
+    assert told(found)[1] == []
     assert not (here / "ran").exists()
 
 
@@ -164,7 +162,7 @@ def test_a_relative_import_works_or_is_refused(
     program = started_by("-m", "mine.reward", env={"PYTHONPATH": str(here)})
     if not by_module:
         assert check_reward(module, config) == []
-        assert check_guest(program).good == ["program"]
+        assert told(check_guest(program))[0] == ["program"]
     else:
         for check in (lambda: check_reward(module, config), lambda: check_guest(program)):
             with pytest.raises(ConfigError, match=by_module):
@@ -180,6 +178,9 @@ def test_a_reward_that_imports_a_missing_package_is_refused(here: Path, inside: 
     with pytest.raises(ConfigError, match=r"reward\.py \(found no vs_not_there,"):
         check_reward(reward, run_config())
     assert "slurm.setup" in check_reward(reward, run_config(setup=("x",)))[0]
+    (here / "reward.py").write_text("from helper import x\ndef score(prompt, response, answer): return x\n")
+    with pytest.raises(ConfigError, match=r"set code\.tree=\S+: helper lies beside reward\.py"):
+        check_reward(reward, run_config())
 
 
 @pytest.mark.parametrize(
@@ -205,11 +206,4 @@ def test_a_classifier_without_one_score_is_refused(tmp_path: Path, said: dict[st
 def test_a_source_of_deep_attributes_is_read_in_a_moment(here: Path) -> None:
     deep = "x = (" + "+".join(["a"] * 900) + ").y\n"
     (here / "deep.py").write_text(deep + f"x = ([{'0,' * 900}]){'.a' * 150}\n" * 100)
-    assert check_guest(started_by("deep.py")).good == ["program"]
-
-
-def test_a_module_that_lies_beside_a_reward_is_copied_by_a_tree_of_code(here: Path) -> None:
-    (here / "reward.py").write_text("from helper import x\ndef score(prompt, response, answer): return x\n")
-    (here / "helper.py").write_text("x = 1.0\n")
-    with pytest.raises(ConfigError, match=r"set code\.tree=\S+: helper lies beside reward\.py"):
-        check_reward(f"python:{here}/reward.py:score", run_config())
+    assert told(check_guest(started_by("deep.py")))[0] == ["program"]

@@ -11,15 +11,15 @@ import pytest
 
 import verl_slurm
 from verl_slurm.base.errors import ConfigError, PermissionRefused
+from verl_slurm.checks import good
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.slurm_section import SlurmConfig
 from verl_slurm.submit.checks.ranks_environment import (
     check_rank_environment,
-    find_python,
     show_rank_environment,
     why_not_run,
 )
-from verl_slurm.submit.relative_paths import Places
+from verl_slurm.submit.relative_paths import Places, find_python
 from verl_slurm.submit.submission import plan_submission
 
 PACKAGES = ("torch", "numpy")
@@ -48,17 +48,14 @@ def make_conda(place: Path) -> Path:
     return place
 
 
-def test_nothing_is_said_of_a_run_that_sets_nothing_up() -> None:
-    assert check_rank_environment(config(), PACKAGES) == ([], [])
-    assert show_rank_environment(config()) == ""
-
-
 def test_a_directory_that_is_no_environment_is_not_to_be_made_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such Python environment") as caught:
         find_python(str(tmp_path), Places(tmp_path))
     assert "venv" not in caught.value.remedy
     with pytest.raises(ConfigError, match="-m venv"):
         find_python(str(tmp_path / "new"), Places(tmp_path))
+    with pytest.raises(ConfigError, match="no program"):
+        find_python("./nothing", Places(tmp_path))
 
 
 @pytest.mark.parametrize("tail", ["", "/", "/bin", "/bin/activate", "/bin/python"])
@@ -91,17 +88,13 @@ def test_a_conda_environment_is_found_by_its_name(tmp_path: Path, monkeypatch: p
         find_python("rl", here)
 
 
-def test_a_directory_without_a_python_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no program"):
-        find_python("./nothing", Places(tmp_path))
-
-
 def test_the_python_is_asked_what_it_has(tmp_path: Path) -> None:
-    good, empty = make_venv(tmp_path / "good"), make_venv(tmp_path / "empty", with_ours=False)
-    (said,), _ = check_rank_environment(config(python=str(good)), PACKAGES)
-    assert f"{good}/bin/python with verl-slurm {verl_slurm.__version__}, torch 2." in said
+    whole, empty = make_venv(tmp_path / "good"), make_venv(tmp_path / "empty", with_ours=False)
+    (said,) = check_rank_environment(config(python=str(whole)), PACKAGES)
+    assert why_not_run(config(python=str(empty)), dry_run=False, stranger=False) == "", "one's own"
+    assert f"{whole}/bin/python with verl-slurm {verl_slurm.__version__}, torch 2." in said.line
     with pytest.raises(ConfigError, match="no nosuchpackage"):
-        check_rank_environment(config(python=str(good)), ("nosuchpackage",))
+        check_rank_environment(config(python=str(whole)), ("nosuchpackage",))
     with pytest.raises(ConfigError, match=rf"found none, expected {verl_slurm.__version__}"):
         check_rank_environment(config(python=str(empty)), PACKAGES)
 
@@ -142,15 +135,10 @@ def test_a_python_that_others_may_have_named_or_written_is_not_run(tmp_path: Pat
     assert not any("part of an installed package" in note for note in plan.notes)
 
 
-def test_the_python_of_ones_own_is_run(tmp_path: Path) -> None:
-    place = make_venv(tmp_path / "venv", with_ours=False)
-    assert why_not_run(config(python=str(place)), dry_run=False, stranger=False) == ""
-
-
 def test_a_command_that_bash_cannot_read_is_refused_and_a_good_one_is_not_run(tmp_path: Path) -> None:
     witness = tmp_path / "ran"
-    said, _ = check_rank_environment(config(setup=(f"touch {witness}",)), PACKAGES)
-    assert said == ["the syntax of slurm.setup (1, not run here)"]
+    said = check_rank_environment(config(setup=(f"touch {witness}",)), PACKAGES)
+    assert said == [good("the syntax of slurm.setup (1, not run here)")]
     assert not witness.exists()
     with pytest.raises(ConfigError, match=r"slurm.setup\[1\].*unexpected"):
         check_rank_environment(config(setup=("true", "if true; then")), PACKAGES)
@@ -164,12 +152,13 @@ def test_a_module_that_this_machine_does_not_know_is_refused(
 ) -> None:
     (tmp_path / "good").write_text("#%Module\n")
     monkeypatch.setenv("MODULEPATH", str(tmp_path))
-    assert check_rank_environment(config(modules=("good",)), PACKAGES)[0] == ["modules good"]
+    assert check_rank_environment(config(modules=("good",)), PACKAGES) == [good("modules good")]
     with pytest.raises(ConfigError, match="module load cuda/99 failed"):
         check_rank_environment(config(modules=("good", "cuda/99")), PACKAGES)
 
 
 def test_secrets_are_looked_at_and_never_shown(tmp_path: Path) -> None:
+    assert (check_rank_environment(config(), PACKAGES), show_rank_environment(config())) == ([], "")
     secret = tmp_path / "key"
     wanted = config(env={"NCCL_DEBUG": "a b"}, env_from_files={"API_KEY": str(secret)})
     with pytest.raises(ConfigError, match=r"env_from_files.API_KEY.*No such file"):
@@ -179,7 +168,7 @@ def test_secrets_are_looked_at_and_never_shown(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no value"):
         check_rank_environment(wanted, PACKAGES)
     secret.write_text("sesame")
-    assert check_rank_environment(wanted, PACKAGES)[0] == ["variables NCCL_DEBUG, API_KEY"]
+    assert check_rank_environment(wanted, PACKAGES) == [good("variables NCCL_DEBUG, API_KEY")]
     assert show_rank_environment(wanted) == f"export NCCL_DEBUG='a b'\nexport API_KEY=...  # from {secret}"
     secret.chmod(0o644)
     with pytest.raises(PermissionRefused):

@@ -18,7 +18,7 @@ from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dataset.fingerprint.data_record import fingerprint
 from verl_slurm.submit.checks.model_files import num_parameters
-from verl_slurm.submit.checks.room import check_room, frozen_to_come, num_to_come
+from verl_slurm.submit.checks.run_directory import check_room, frozen_to_come, num_to_come
 
 GB = 10**9
 PLACE = Path("/run/checkpoints")
@@ -58,20 +58,10 @@ def test_where_one_fits_but_not_all_that_is_to_be_kept_it_is_said_and_goes_on() 
     note = check_room(config("checkpoint.keep_last=3"), PLACE, committed(10), ask=Disk(2 * GB))
     assert "2 GB free, 3.3 GB needed (3 checkpoints like step_000010)" in note
     assert "checkpoint.keep_last=3 keep so many" in note
-
-
-def test_where_all_fits_nothing_is_said() -> None:
     assert check_room(config(), PLACE, committed(10), ask=Disk(99 * GB)) == ""
-
-
-def test_a_run_that_is_done_needs_no_room() -> None:
+    # Of a run that is done, and of a new one with a model that cannot be looked into, nothing is asked.
     disk = Disk(0)
     assert check_room(config(), PLACE, committed(100), ask=disk) == ""
-    assert disk.asked == []
-
-
-def test_of_a_new_run_with_a_model_that_cannot_be_looked_into_nothing_is_said() -> None:
-    disk = Disk(0)
     assert check_room(config("model.path=builtin:tiny"), PLACE, [], ask=disk) == ""
     assert disk.asked == []
 
@@ -139,9 +129,7 @@ def test_a_checkpoint_that_would_fit_alone_but_not_beside_the_frozen_models_is_r
     with pytest.raises(NoRoom) as caught:
         check_room(config(), PLACE, committed(10), frozen=(GB, 4), ask=disk)
     assert "2.1 GB needed (step_000010 and 1 GB of models that do not train)" in caught.value.one_line()
-
-
-def test_where_the_size_of_a_checkpoint_is_not_known_the_frozen_models_are_warned_of() -> None:
+    # Where the size of a checkpoint is not known, they are warned of.
     builtin = config("model.path=builtin:tiny")
     assert "1 GB of models that do not train" in check_room(
         builtin, PLACE, [], frozen=(GB, 4), ask=Disk(GB // 2)

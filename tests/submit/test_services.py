@@ -9,15 +9,14 @@ import pytest
 
 from tests.builders import run_config
 from verl_slurm.base.errors import ConfigError, DataError, PermissionRefused
+from verl_slurm.checks import good, skipped
 from verl_slurm.config.hooks_section import HooksConfig
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.services_section import ServiceConfig
 from verl_slurm.slurm.batch import batch_script, component_lines, sbatch_parameters
-from verl_slurm.submit.checks.model_and_reward import absolute
-from verl_slurm.submit.checks.preflight import check_hooks
-from verl_slurm.submit.checks.service_programs import check_services
+from verl_slurm.submit.checks.user_programs import check_hooks, check_services
 from verl_slurm.submit.executor import with_components
-from verl_slurm.submit.relative_paths import Places
+from verl_slurm.submit.relative_paths import Places, absolute
 
 
 def with_service(*command: str, **keys: object) -> RunConfig:
@@ -33,17 +32,14 @@ def test_a_relative_program_and_secret_lie_beside_the_yaml(tmp_path: Path) -> No
     assert by_path.command == ("redis-server",)
 
 
-@pytest.mark.parametrize("program", ["/missing/judge.py", "no-such-program-here"])
-def test_a_program_that_is_not_there_is_found_at_submit(program: str) -> None:
-    with pytest.raises(ConfigError, match="a service cannot be started"):
-        check_services(with_service(program))
-
-
-def test_a_program_that_modules_may_bring_is_left_to_the_node() -> None:
+def test_a_program_that_is_not_there_is_refused_unless_modules_may_bring_it() -> None:
+    for program in ("/missing/judge.py", "no-such-program-here"):
+        with pytest.raises(ConfigError, match="a service cannot be started"):
+            check_services(with_service(program))
     service = ServiceConfig(command=("no-such-program-here",))
     found = check_services(run_config(services={"judge": service}, modules=("redis",)))
-    assert found.good == []
-    assert "not looked at: services.judge.command: no program no-such-program-here here" in found.notes[0]
+    assert [one.verdict for one in found] == ["not checked"]
+    assert "services.judge.command: no program no-such-program-here here" in found[0].line
 
 
 @pytest.mark.parametrize(
@@ -75,13 +71,13 @@ def test_a_service_and_a_hook_that_could_not_start_are_refused(
 
 def test_what_a_shell_starts_is_not_called_good(tmp_path: Path) -> None:
     found = check_services(with_service("sh", "-c", "exec judge"))
-    assert found == ([], ["not looked at: services.judge.command: what sh starts"])
+    assert found == [skipped("services.judge.command: what sh starts")]
     (tmp_path / "near.py").touch()
     (tmp_path / "judge.py").write_text("import near\n")
-    assert check_services(with_service(str(tmp_path / "judge.py"))) == (["services judge"], [])
+    assert check_services(with_service(str(tmp_path / "judge.py"))) == [good("services judge")]
     # A service may have a search path of its own.
     own = with_service("-m", "near", env={"PYTHONPATH": str(tmp_path)})
-    assert check_services(own) == (["services judge"], [])
+    assert check_services(own) == [good("services judge")]
 
 
 def test_a_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
@@ -90,13 +86,6 @@ def test_a_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
     key.chmod(0o644)
     with pytest.raises(PermissionRefused):
         check_services(with_service("-m", "json.tool", env_from_files={"KEY": str(key)}))
-
-
-def test_nodes_of_the_same_kind_are_asked_for_with_those_of_the_ranks() -> None:
-    config = with_service("-m", "judge", nodes=3)
-    assert sbatch_parameters(config)["nodes"] == 5
-    assert component_lines(config) == []
-    assert with_components("#!/bin/bash\n#SBATCH --nodes=5\nexec x\n", config).count("#SBATCH") == 1
 
 
 def test_nodes_of_another_kind_are_a_component_of_their_own() -> None:
@@ -121,3 +110,7 @@ def test_nodes_of_another_kind_are_a_component_of_their_own() -> None:
     assert {f"#SBATCH {word}" for word in wanted} <= set(lines[4:-2])
     assert "#SBATCH --partition=train" not in lines
     assert lines[-2:] == ["", "exec x"]
+    # Those of the same kind are asked for with those of the ranks.
+    same = with_service("-m", "judge", nodes=3)
+    assert (sbatch_parameters(same)["nodes"], component_lines(same)) == (5, [])
+    assert with_components("#!/bin/bash\n#SBATCH --nodes=5\nexec x\n", same).count("#SBATCH") == 1

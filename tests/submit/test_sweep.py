@@ -3,7 +3,7 @@
 import pytest
 
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.submit.sweep import swept_runs
+from verl_slurm.submit.submission_plan import swept_runs
 
 
 def test_each_combination_is_a_run_with_a_name() -> None:
@@ -15,9 +15,7 @@ def test_each_combination_is_a_run_with_a_name() -> None:
         "actor_lr3e-6-seed1",
     ]
     assert runs[1].words == ("train.actor_lr=1e-6", "train.steps=50", "seed=1")
-
-
-def test_keys_with_the_same_last_part_keep_their_sections() -> None:
+    # Keys with the same last part keep their sections.
     (first, *_) = swept_runs(["train.x=1,2", "rollout.x=3,4"])
     assert first.label == "train.x1-rollout.x3"
 

@@ -11,18 +11,20 @@ import msgspec
 import pytest
 
 from tests.builders import checkpoint_info, write_manifest, write_verl_rows
+from tests.fakes.torch_divider import shard_step
 from tests.verl.uncomposed import without_hydra
 from verl_slurm.base.errors import ConfigError, DataError, VerlSlurmError
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.format.specification import FileEntry
+from verl_slurm.checks import told
 from verl_slurm.config.container_section import ContainerConfig
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.submit.checks import verl as verl_checks
-from verl_slurm.submit.checks.model_and_reward import absolute
-from verl_slurm.submit.checks.room import checkpoint_size
+from verl_slurm.submit.checks.run_directory import checkpoint_size
 from verl_slurm.submit.checks.verl import check_ranks, check_verl
+from verl_slurm.submit.relative_paths import absolute
 from verl_slurm.verl.releases import installed_verl
 
 pytest.importorskip("pyarrow")
@@ -68,7 +70,7 @@ def config(place: Path, *overrides: str, entry: str = "sft") -> RunConfig:
 
 def check(given: RunConfig, *committed: CheckpointInfo, version: str | None = "0.9.1") -> Any:
     with mock.patch.object(verl_checks, "installed_verl", return_value=version):
-        return check_verl(given, RunPaths(given.run_dir), committed)[:2]
+        return told(check_verl(given, RunPaths(given.run_dir), committed)[0])
 
 
 def saved(step: int, ranks: int) -> CheckpointInfo:
@@ -125,12 +127,10 @@ def test_megatrons_checkpoints_keep_their_number_of_ranks(place: Path) -> None:
     checkpoint(place / "run/checkpoints", 2, "actor/dist_ckpt/__0_0.distcp", "data.pt")
     with pytest.raises(ConfigError, match=r"Megatron.*dp_size=2.*merge --backend megatron --local_dir"):
         check(config(place, "distributed.dp_size=4", entry="ppo"), saved(6, 2))
-
-
-def test_the_checkpoint_that_counts_is_the_one_that_is_resumed_from(place: Path) -> None:
-    checkpoint(place / "run/checkpoints", 4, "actor/dist_ckpt/__0_0.distcp")
+    # The one that counts is the one that is resumed from.
     paths = RunPaths(place / "run")
     both = (saved(6, 4), saved(4, 2))
+    checkpoint(place / "run/checkpoints", 4, "actor/dist_ckpt/__0_0.distcp")
     assert check_ranks(config(place, "checkpoint.resume_from=step_000004"), paths, both) == ""
     assert check_ranks(config(place, "checkpoint.resume_from=null"), paths, both) == ""
     with pytest.raises(ConfigError):
@@ -153,14 +153,23 @@ def test_a_start_that_will_divide_the_checkpoint_is_announced(place: Path) -> No
     assert notes == []
 
 
-def test_a_step_of_plain_verl_has_to_be_taken_over_first(place: Path) -> None:
+def test_a_plan_that_does_not_end_is_ended_and_said(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = place / "run/checkpoints/step_000006"
+    shard_step(run, 6, 2)  # verl's names, and no torch
+    write_manifest(run, 6, world_size=2, guest="verl")
+    monkeypatch.setattr(verl_checks, "PLAN_S", -1.0)
+    with pytest.raises(ConfigError, match=r"not known in time: .*global_step_6 .*keep 2 ranks") as caught:
+        check(config(place, "distributed.dp_size=4"), saved(6, 2))
+    assert caught.value.not_looked_at[0] == "verl's own settings"
+
+
+def test_a_checkpoint_of_elsewhere_is_asked_for_its_ranks_and_a_step_of_plain_verl_taken_over(
+    place: Path,
+) -> None:
     step = place / "plain" / "global_step_6"
     step.mkdir(parents=True)
     with pytest.raises(ConfigError, match=f"verl-slurm adopt {place}/plain RUN"):
         check(config(place, f"checkpoint.resume_from={step}"))
-
-
-def test_a_checkpoint_of_another_run_is_asked_for_its_number_of_ranks(place: Path) -> None:
     other = checkpoint(place / "other", 8, "dist_ckpt/__0_0.distcp")
     with pytest.raises(ConfigError, match="saved with 8"):
         check(config(place, f"checkpoint.resume_from={other}"))
@@ -168,17 +177,12 @@ def test_a_checkpoint_of_another_run_is_asked_for_its_number_of_ranks(place: Pat
     check(config(place, f"checkpoint.resume_from={other}"))
 
 
-def test_a_python_without_verl_is_refused_and_one_in_a_container_is_not_asked(place: Path) -> None:
-    with pytest.raises(ConfigError, match="pip install verl"):
-        check(config(place), version=None)
-    boxed = config(place, "slurm.container={runtime: apptainer, image: /i.sif}")
-    assert "container" in check(boxed, version=None)[1][0]
-
-
 @pytest.mark.parametrize("key", ["data.train_files", "data.val_files", "actor_rollout_ref.model.path"])
 def test_in_front_of_a_container_every_place_is_to_be_named(place: Path, key: str) -> None:
+    with pytest.raises(ConfigError, match="pip install verl"):
+        check(config(place), version=None)
     boxed = config(place, "slurm.container={runtime: apptainer, image: /i.sif}", entry="ppo")
-    check(boxed, version=None)
+    assert "container" in check(boxed, version=None)[1][0]
     with pytest.raises(DataError, match=f"set verl.{key}"):
         verl = {name: value for name, value in boxed.verl.items() if name != key}
         check(msgspec.structs.replace(boxed, verl=verl), version=None)
@@ -196,22 +200,21 @@ def test_a_run_that_has_begun_with_a_switch_as_text_goes_on_as_it_began(place: P
 
 @pytest.mark.parametrize("container", ["null", "{runtime: apptainer, image: /i.sif}"])
 def test_what_verl_cannot_do_is_refused_with_and_without_a_verl_to_ask(place: Path, container: str) -> None:
-    given = config(place, f"slurm.container={container}", "verl.trainer.use_v1=false", entry="ppo")
-    with pytest.raises(ConfigError, match=r"verl\.trainer\.use_v1"):
-        check(given)
+    for word in ("trainer.use_v1=false", "trainer.default_local_dir=/tmp/x"):
+        given = config(place, f"slurm.container={container}", f"verl.{word}", entry="ppo")
+        with pytest.raises(VerlSlurmError, match=word.partition("=")[0]):
+            check(given)
 
 
-def test_a_release_that_is_too_old_is_refused_and_one_that_nobody_ran_is_said(place: Path) -> None:
+def test_a_release_that_is_too_old_or_lacks_modules_is_refused_and_an_unknown_one_said(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match=r"0\.3\.0"):
         check(config(place), version="0.3.0")
     checked, (note,) = check(config(place), version="0.99.0")
     assert "verl 0.99.0 is installed" in checked
     assert "never run under verl-slurm" in note
-
-
-def test_what_pip_does_not_bring_with_verl_is_named_for_pip(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    # What pip does not bring with verl is named for pip.
     monkeypatch.setattr(verl_checks, "_BESIDES", {"sft": {"no_such_module_of_ours": "its-name"}, "ppo": {}})
     with pytest.raises(ConfigError, match="pip install its-name"):
         check(config(place))
@@ -253,17 +256,22 @@ def test_what_is_not_there_is_refused_with_the_key_to_set(place: Path, word: str
 
 def test_verls_own_default_is_named_as_such(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(place))
-    given = parse_config(b"trainer: {backend: verl}\n", "x.yaml")
     with pytest.raises(DataError, match="verl's own default"):
-        check(given)
+        check(parse_config(b"trainer: {backend: verl}\n", "x.yaml"))
 
 
-def test_a_model_that_was_cut_off_or_is_none_is_refused(place: Path) -> None:
+def test_a_model_that_was_cut_off_cannot_be_trained_or_is_none_is_refused(place: Path) -> None:
     weights = place / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     with pytest.raises(DataError, match="damaged"):
         check(config(place))
-    (place / "model" / "config.json").unlink()
+    (place / "model/config.json").write_text('{"model_type": "t5", "is_encoder_decoder": true}')
+    with pytest.raises(DataError, match="an encoder with a decoder"):
+        check(config(place))
+    weights.unlink()
+    with pytest.raises(DataError, match="no weights"):
+        check(config(place))
+    (place / "model/config.json").unlink()
     with pytest.raises(DataError, match=r"config\.json"):
         check(config(place))
 
@@ -273,14 +281,7 @@ def test_names_of_the_hub_and_other_servers_are_believed_and_said(place: Path) -
     notes = check(given)[1]
     assert any("Hugging Face hub" in note for note in notes)
     assert any("hdfs://n/x.parquet" in note for note in notes)
-
-
-def test_a_word_that_is_not_verls_to_say_is_refused_here_already(place: Path) -> None:
-    with pytest.raises(VerlSlurmError, match="default_local_dir"):
-        check(config(place, "verl.trainer.default_local_dir=/tmp/x"))
-
-
-def test_relative_paths_that_exist_are_made_absolute_and_names_are_left(place: Path) -> None:
+    # Relative paths that exist are made absolute, and names are left.
     words = ("verl.data.train_files=[train.parquet, other.parquet]", "verl.model.path=model")
     found = absolute(config(place, *words), place).verl
     assert found["data.train_files"] == [f"{place}/train.parquet", "other.parquet"]
@@ -388,7 +389,8 @@ def test_all_that_is_missing_is_said_at_once_and_what_nobody_can_see_is_said(pla
     assert len(caught.value.lines()) == 2
     with pytest.raises(VerlSlurmError) as caught:
         check(ppo(place, "actor_rollout_ref.rollout.name=???", *words[1:]))
-    unset, gone = caught.value.lines()
+    unset, gone, unseen = caught.value.lines()
+    assert unseen.endswith("verl's own judgement of its settings")
     assert "found ???, expected one of vllm" in unset
     assert "/gone.yaml" in gone
     _, notes = check(ppo(place, "actor_rollout_ref.rollout.name=mine"))
@@ -473,17 +475,14 @@ def test_what_verl_itself_refuses_is_refused_with_its_words(
     assert any("not understood: goodbye" in note for note in check(given)[1])
 
 
-def test_an_estimator_of_groups_with_groups_of_one_is_said(place: Path) -> None:
-    words = ["verl.algorithm.adv_estimator=grpo", "verl.actor_rollout_ref.rollout.n=1"]
-    given = with_rewards(config(place, *words, entry="ppo"), place)
-    assert any("of a single one the advantage is its raw reward" in note for note in check(given)[1])
-
-
 def test_what_verl_will_train_is_said_with_its_defaults(place: Path) -> None:
     given = config(place, "verl.trainer.total_epochs=3", "verl.optim.lr=0.001")
     with mock.patch.object(verl_checks, "installed_verl", return_value="0.9.1"):
         *_, trained = check_verl(given, RunPaths(given.run_dir), ())
     assert trained == "verl, sft, 3 epochs, lr 0.001"
+    words = ["verl.algorithm.adv_estimator=grpo", "verl.actor_rollout_ref.rollout.n=1"]
+    given = with_rewards(config(place, *words, entry="ppo"), place)
+    assert any("of a single one the advantage is its raw reward" in note for note in check(given)[1])
 
 
 def test_the_conversations_of_supervised_training_are_looked_at(place: Path) -> None:
@@ -506,7 +505,7 @@ def test_what_is_not_known_of_verls_data_is_not_called_good(place: Path) -> None
     own = ["data.custom_cls.path=PLACE/own.py", "data.custom_cls.name=D"]
     loops = ["actor_rollout_ref.rollout.agent.agent_loop_config_path=PLACE/loops.yaml"]
     manager = ["reward.reward_manager.source=importlib", "reward.reward_manager.name=M"]
-    for words, told in (
+    for words, said in (
         (own, "the rows of verl.data.train_files: the class of"),
         (loops, "which the agent loops of"),
         (loops, "the classes that"),
@@ -514,7 +513,7 @@ def test_what_is_not_known_of_verls_data_is_not_called_good(place: Path) -> None
         (["data.train_files=${oc.env:DATA}"], "verl.data.train_files, which the job's environment decides"),
     ):
         checked, notes = check(ppo(place, *(word.replace("PLACE", str(place)) for word in words)))
-        assert any(note.startswith("not looked at: ") and told in note for note in notes), notes
+        assert any(note.startswith("not looked at: ") and said in note for note in notes), notes
         assert not any("data_source" in line for line in checked)
     (place / "loops.yaml").write_text("- name: x\n  _target_: vs_not_there.Loop\n")
     with pytest.raises(ConfigError, match="no vs_not_there"):
@@ -522,12 +521,3 @@ def test_what_is_not_known_of_verls_data_is_not_called_good(place: Path) -> None
     (place / "loops.yaml").write_text("- name: [x\n")
     with pytest.raises(DataError, match="cannot be read"):
         check(ppo(place, loops[0].replace("PLACE", str(place))))
-
-
-def test_a_model_that_verl_cannot_train_is_refused(place: Path) -> None:
-    (place / "model/config.json").write_text('{"model_type": "t5", "is_encoder_decoder": true}')
-    with pytest.raises(DataError, match="an encoder with a decoder"):
-        check(config(place))
-    (place / "model/model.safetensors").unlink()
-    with pytest.raises(DataError, match="no weights"):
-        check(config(place))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from verl_slurm.health import WrongProduct
+from verl_slurm.checks import WrongProduct
 from verl_slurm.trainer import known_results as module
 from verl_slurm.trainer.known_results import WrongSum, check_product, check_sum
 

@@ -44,6 +44,8 @@ class VerlSlurmError(Exception):
     exit_code = ExitCode.INTERNAL
     others: tuple["VerlSlurmError", ...] = ()
     """Further errors that were found at the same time (`together`)."""
+    not_looked_at: tuple[str, ...] = ()
+    """What a check would have looked at, had this error not been: in plain words."""
 
     def __init__(
         self,
@@ -65,8 +67,10 @@ class VerlSlurmError(Exception):
         return " | ".join(self.lines())
 
     def lines(self) -> list[str]:
-        """Returns one line for each error."""
-        return [error._line() for error in (self, *self.others)]
+        """Returns one line for each error, and one for what was not looked at because of them."""
+        unseen = "; ".join(map(_shown, self.not_looked_at))
+        last = [f"not looked at yet, since it goes by what is wrong: {unseen}"] if unseen else []
+        return [*(error._line() for error in (self, *self.others)), *last]
 
     def _line(self) -> str:
         # Each part is escaped by itself: text from outside cannot end its part and begin another.
@@ -88,13 +92,20 @@ class VerlSlurmError(Exception):
 E = TypeVar("E", bound=VerlSlurmError)
 
 
-def together(errors: Sequence[E]) -> E:
-    """Returns the first error with all others in its message, so that the user learns of all of them at once."""
+def together(errors: Sequence[E], not_looked_at: Sequence[str] = ()) -> E:
+    """Returns the first error with all others in its message, each once: the user learns of all of them at once.
+
+    Args:
+        not_looked_at: because of them; added to what each of them names.
+    """
+    by_line: dict[str, VerlSlurmError] = {}
+    for error in errors:
+        for one in (error, *error.others):
+            by_line.setdefault(one._line(), one)
+    unseen = [name for error in errors for name in error.not_looked_at]
     first = errors[0]
-    others = list(first.others)
-    for error in errors[1:]:
-        others += [error, *error.others]
-    first.others = tuple(others)
+    first.others = tuple(by_line.values())[1:]
+    first.not_looked_at = tuple(dict.fromkeys([*unseen, *not_looked_at]))
     first.args = (first.one_line(),)
     return first
 

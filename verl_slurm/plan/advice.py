@@ -11,8 +11,8 @@ from typing import NamedTuple
 import msgspec
 
 from verl_slurm.base.one_line import counted
+from verl_slurm.checks.cluster_rules import advised_lead_s, usable_s
 from verl_slurm.config.schema import CheckpointConfig, RunConfig
-from verl_slurm.doctor.cluster_rules import advised_lead_s, usable_s
 from verl_slurm.loops.reach import reach
 from verl_slurm.plan.plan_inputs import Inputs, cadence_of, interval_of, model_of, schedule_of
 from verl_slurm.plan.simulate import (

@@ -7,12 +7,12 @@ from statistics import fmean, median
 from verl_slurm.base.errors import NotFound, SlurmMissing
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checks.cluster_rules import expected_save, kill_wait_s, lost_after_s
+from verl_slurm.checks.storage_probe import PlaceReport, probe_place
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.doctor.cluster_rules import expected_save, kill_wait_s, lost_after_s
-from verl_slurm.doctor.storage_probe import PlaceReport, probe_place
 from verl_slurm.plan.plan_inputs import KnownValue, assumed
 from verl_slurm.slurm.slurm_client import SlurmClient
-from verl_slurm.submit.checks.room import checkpoint_size
+from verl_slurm.submit.checks.run_directory import checkpoint_size
 
 _DAYS = 30
 _DAY_S = 86400.0

@@ -27,6 +27,7 @@ import msgspec
 
 from verl_slurm.base.errors import NotFound, SlurmMissing
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.checks import run_to_end
 from verl_slurm.config.load import load_own
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal.files import read_history
@@ -35,7 +36,7 @@ from verl_slurm.slurm.batch import awaiting, component_lines, sbatch_parameters,
 from verl_slurm.slurm.requeue_rules import is_answer
 from verl_slurm.slurm.runner import Completed, slurm_words, waiting_for
 from verl_slurm.slurm.slurm_client import SlurmClient
-from verl_slurm.submit.checks.slurm_verdict import refusal
+from verl_slurm.submit.checks.slurm_answers import refusal
 from verl_slurm.submit.submission_plan import Cluster, SubmissionPlan
 
 _TIMEOUT_S = 120.0
@@ -233,25 +234,19 @@ def _sbatch(script: Path) -> tuple[str, tuple[str, ...]]:
         RuntimeError: it refused, in these words.
         _NotUnderstood: neither.
     """
-    done = subprocess.run(
-        [shutil.which("sbatch") or "sbatch", str(script)],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=False,
-    )
-    said = slurm_words(f"{done.stderr}\n{done.stdout}") or "not a word"
-    said += f" (exit code {done.returncode})" * bool(done.returncode)
-    queued = _QUEUED.findall(done.stdout) or (not done.returncode and _NUMBER_ALONE.findall(done.stdout))
+    # The parent has the patience, and ends this process with its sbatch.
+    done = run_to_end([shutil.which("sbatch") or "sbatch", str(script)], None)
+    said = slurm_words(f"{done.err}\n{done.out}") or "not a word"
+    said += f" (exit code {done.exit_code})" * bool(done.exit_code)
+    queued = _QUEUED.findall(done.out) or (not done.exit_code and _NUMBER_ALONE.findall(done.out))
     if queued and len(set(queued)) == 1:
-        words = slurm_words(f"{done.stderr}\n{_NUMBER_ALONE.sub('', _QUEUED_LINE.sub('', done.stdout))}")
+        words = slurm_words(f"{done.err}\n{_NUMBER_ALONE.sub('', _QUEUED_LINE.sub('', done.out))}")
         return queued[0], (f"sbatch says: {words}",) if words else ()
     # By Slurm's own sentence, which is the last.
     last = Completed(
-        exit_code=done.returncode, stdout="", stderr=done.stderr.strip().rpartition("\n")[2], seconds=0.0
+        exit_code=done.exit_code or 0, stdout="", stderr=done.err.strip().rpartition("\n")[2], seconds=0.0
     )
-    if done.returncode and not queued and is_answer(last):
+    if done.exit_code and not queued and is_answer(last):
         raise RuntimeError(said)
     raise _NotUnderstood(said)
 

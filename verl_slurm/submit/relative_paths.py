@@ -9,12 +9,27 @@ is still taken, with a note. One that exists in both places is refused: a run mu
 meant.
 """
 
+import contextlib
 import os
-from collections.abc import Iterable
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
+import msgspec
+
+from verl_slurm.base.bounded import SMALL, TooMuch, read_regular
 from verl_slurm.base.errors import ConfigError
+from verl_slurm.base.paths import CHECKPOINT_NAME
+from verl_slurm.config.hooks_section import HOOKS
 from verl_slurm.config.reward_spec import parse_reward
+from verl_slurm.config.schema import BUILTIN, RunConfig
+from verl_slurm.config.services_section import ServiceConfig
+from verl_slurm.program.programs import file_of_verl
+from verl_slurm.verl.verl_inputs import input_keys
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 def given_keys(overrides: Iterable[str], verl: Iterable[str] = ()) -> frozenset[str]:
@@ -95,3 +110,186 @@ class Places:
     def _is_given(self, key: str) -> bool:
         # A word may set a whole section, and with it each path in it.
         return any(key == given or key.startswith(f"{given}.") for given in self.given)
+
+
+def value_of(config: RunConfig, key: str) -> Any:
+    """Returns the value under a dotted key."""
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def with_values(config: RunConfig, values: Mapping[str, object]) -> RunConfig:
+    """Returns the config with other values under dotted keys."""
+    for key, value in values.items():
+        config = _with(config, key.split("."), value)
+    return config
+
+
+def _with(holder: T, names: Sequence[str], value: object) -> T:
+    first, *rest = names
+    value = _with(getattr(holder, first), rest, value) if rest else value
+    return msgspec.structs.replace(holder, **{first: value})
+
+
+# Keys that name an input by one path, and the values of each that are none.
+_INPUTS = {
+    "model.path": f"{BUILTIN}.*",
+    "data.root": f"{BUILTIN}.*",
+    "data.eval_root": f"{BUILTIN}.*",
+    "data.chat_template": "auto|none",
+    "checkpoint.resume_from": f"auto|{CHECKPOINT_NAME.pattern}",
+    "code.tree": "auto",
+    "hooks.webhook_token_file": "",
+}
+
+
+def absolute(config: RunConfig, places: Places | Path) -> RunConfig:
+    """Returns the config with every path made absolute, and the run's name put into `run_dir`.
+
+    `resume_from` may be a path; `auto`, the name of a checkpoint, `builtin:` and `rule:` stay. In a guest's command
+    the first word is a path if it ends like one. In verl's words, data files and models that exist are paths.
+
+    Args:
+        places: what relative paths are relative to; a directory: all to this one.
+
+    Raises:
+        ConfigError: a path that means two files; or no Python environment of this name.
+    """
+    places = places if isinstance(places, Places) else Places(places)
+    # An output: relative to the working directory, so that a shipped example does not write into the package.
+    values: dict[str, object] = {"run_dir": places.output(config.run_dir.replace("{name}", config.name))}
+    for key, no_path in _INPUTS.items():
+        text = value_of(config, key)
+        if text is not None and not re.fullmatch(no_path, text, re.DOTALL):
+            values[key] = places.path(key, text)
+    # A reward holds its path behind a prefix, so it has a rule of its own.
+    values["model.reward"] = absolute_reward(config.model.reward, places.base_of_reward(config.model.reward))
+    if config.trainer.command and config.trainer.command[0].endswith(".py"):
+        values["trainer.command"] = _with_path(places, "trainer.command", config.trainer.command)
+    for hook in HOOKS:
+        argv = getattr(config.hooks, hook)
+        # A word without a slash is looked for in PATH, as a shell does.
+        if argv and "/" in argv[0]:
+            values[f"hooks.{hook}"] = _with_path(places, f"hooks.{hook}", argv)
+    values["verl"] = _absolute_of_verl(config, places)
+    values["env_from_files"] = {
+        name: places.path(f"env_from_files.{name}", text) for name, text in config.env_from_files.items()
+    }
+    values["services"] = {
+        name: _absolute_service(f"services.{name}", service, places)
+        for name, service in config.services.items()
+    }
+    if config.slurm.python is not None:
+        values["slurm.python"] = find_python(config.slurm.python, places)
+    if config.slurm.container is not None and config.slurm.container.is_file:
+        key = "slurm.container.image"
+        values[key] = places.path(key, config.slurm.container.image)
+    return with_values(config, values)
+
+
+def _with_path(places: Places, key: str, words: Sequence[str]) -> tuple[str, ...]:
+    return (places.path(key, words[0]), *words[1:])
+
+
+def _absolute_service(key: str, service: ServiceConfig, places: Places) -> ServiceConfig:
+    command = service.command
+    # A program without a slash is looked for in PATH on the node, as a shell does.
+    if command[0].endswith(".py") or "/" in command[0]:
+        command = _with_path(places, f"{key}.command", command)
+    secrets = {
+        variable: places.path(f"{key}.env_from_files.{variable}", text)
+        for variable, text in service.env_from_files.items()
+    }
+    return msgspec.structs.replace(service, command=command, env_from_files=secrets)
+
+
+def _absolute_of_verl(config: RunConfig, places: Places) -> dict[str, Any]:
+    """Returns verl's words with existing relative paths of data, models and code made absolute: its workers run in
+    another directory.
+    """
+    if config.trainer.backend != "verl":
+        return config.verl
+    # A copy: the configuration that the user wrote is shown and kept as it is.
+    words, keys = dict(config.verl), input_keys(config.trainer.entry)
+    # Hydra's `+key` adds what verl's own configuration does not have; it names the same place.
+    for name, value in config.verl.items():
+        key = f"verl.{name.lstrip('+')}"
+        if name.lstrip("+") not in keys:
+            # A file of code or settings, such as `custom_reward_function.path`.
+            if place := file_of_verl(value):
+                words[name] = value.removesuffix(place) + _if_there(key, place, places)
+        elif isinstance(value, list):
+            words[name] = [_if_there(key, one, places) for one in value]
+        else:
+            words[name] = _if_there(key, value, places)
+    return words
+
+
+def _if_there(key: str, value: Any, places: Places) -> Any:
+    # A `$` is a reference of Hydra's, and `[` begins a list in its grammar: neither is a path.
+    relative = isinstance(value, str) and value and not value.startswith(("/", "~", "[")) and "$" not in value
+    if not relative:
+        return value
+    found = places.path(key, value)
+    # What does not exist may be a name of the Hugging Face hub.
+    return found if os.path.exists(found) else value
+
+
+def absolute_reward(text: str, base: Path) -> str:
+    """Makes the path in `text`, if it has one, absolute against `base`. A text that is no reward stays as it is."""
+    spec = parse_reward(text)
+    if spec is None or not (spec.kind == "classifier" or spec.is_file):
+        return text
+    return str(spec._replace(name=os.path.abspath(base / Path(spec.name).expanduser())))
+
+
+def find_python(text: str, places: Places) -> str:
+    """Returns the directory of `slurm.python`: that of an environment, or the one that conda knows by this name.
+
+    Raises:
+        ConfigError: there is none, or there are several of this name.
+    """
+    if "/" not in text and not (here := Path(places.path("slurm.python", text))).is_dir():
+        found = sorted({place for place in _conda_environments() if Path(place).name == text})
+        if len(found) == 1:
+            return found[0]
+        known = ", ".join(sorted({Path(place).name for place in _conda_environments()}))
+        raise ConfigError(
+            "several conda environments have this name" if found else "no such Python environment",
+            where=f"slurm.python={text}",
+            found=", ".join(found) or f"neither {here} nor a conda environment of this name",
+            expected=f"one of conda's: {known}" if known and not found else None,
+            remedy="give the directory of the environment",
+        )
+    directory = places.path("slurm.python", text)
+    # `source DIR/bin/activate` and `#!DIR/bin/python` are what people have at hand.
+    for tail in ("/bin/activate", "/bin/python", "/bin/python3", "/bin"):
+        directory = directory.removesuffix(tail)
+    if not os.access(f"{directory}/bin/python", os.X_OK):
+        raise ConfigError(
+            "no such Python environment",
+            where=f"slurm.python={text}",
+            found=f"no program {directory}/bin/python",
+            # What is there and is no environment is not to be filled with one.
+            remedy="give the directory of an environment, which has bin/python"
+            if os.path.lexists(directory)
+            else f"python -m venv {shlex.quote(directory)}, or give the directory of another environment",
+        )
+    return directory
+
+
+def _conda_environments() -> list[str]:
+    """Returns the directories that conda, mamba or micromamba have made, as they record them."""
+    roots = [
+        os.environ.get("MAMBA_ROOT_PREFIX", ""),
+        str(Path(os.environ.get("CONDA_EXE", "/x/x")).parent.parent),
+    ]
+    homes = [Path(root) / "envs" for root in roots if root]
+    homes += [Path(place) for place in os.environ.get("CONDA_ENVS_PATH", "").split(":") if place]
+    found = [str(place) for home in homes if home.is_dir() for place in home.iterdir()]
+    with contextlib.suppress(OSError, TooMuch):  # conda has made none
+        listed = read_regular(Path.home() / ".conda" / "environments.txt", SMALL)
+        found += os.fsdecode(listed).split("\n")
+    return [place for place in found if place and (Path(place) / "conda-meta").is_dir()]

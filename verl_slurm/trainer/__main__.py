@@ -13,7 +13,7 @@ from pathlib import Path
 from verl_slurm.base.errors import VerlSlurmError, restart_may_help, underlying
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.health import WrongProduct
+from verl_slurm.checks import WrongProduct
 from verl_slurm.loops.session import Session
 from verl_slurm.trainer.measures import console
 from verl_slurm.wire.client import NoDaemon, RankClient, RankLine

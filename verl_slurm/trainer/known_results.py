@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.health import WrongProduct
+from verl_slurm.checks import WrongProduct
 
 _PERIOD = 7
 _BLOCKS = {"cpu": 64, "cuda": 585}

@@ -8,16 +8,14 @@ import sys
 
 import msgspec
 
+from verl_slurm.checks import Finding, bad, skipped
+from verl_slurm.checks.node_look import OF_DRIVER, Order, judge_clock
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.health import Finding, bad, skipped
-from verl_slurm.health.__main__ import Order
-from verl_slurm.health.nodes import judge_clock
 from verl_slurm_daemon.descendants import child_setup
 
 _PATIENCE_S = 30.0
 """Less than the lead waits for agents. The checks take 0.2 s, and some seconds where a driver has to be loaded."""
 _ENDS_S = 1.0
-_OF_DRIVER = ("GPUs", "GPU processes")
 
 
 def order_for(config: RunConfig, places: tuple[str, ...]) -> Order:
@@ -44,7 +42,7 @@ async def look_at_node(
     """
     order = msgspec.json.encode(order_for(config, places)).decode()
     child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "verl_slurm.health", order),
+        *(sys.executable, "-P", "-m", "verl_slurm.checks.node_look", order),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
@@ -64,7 +62,7 @@ async def look_at_node(
     except TimeoutError:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)  # with nvidia-smi
-        judge = bad if begun in _OF_DRIVER else skipped
+        judge = bad if begun in OF_DRIVER else skipped
         return [*found, judge(begun or "node", f"no answer in {patience_s:.0f} s")]
     except (ValueError, KeyError) as error:  # it broke, which says nothing against the node
         return [*found, skipped(begun or "node", f"the check broke: {error}")]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.checks.bad_nodes import Recalled, recall, remember
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.containers.image_mounts import inputs
-from verl_slurm.health.bad_nodes import Recalled, recall, remember
+from verl_slurm.containers.runtimes import inputs
 from verl_slurm.journal import events as ev
 from verl_slurm.program.programs import Moves
 from verl_slurm_daemon.journal import Journal

@@ -25,8 +25,7 @@ from verl_slurm.plan.calibrate import happened, measure, strikes_again
 from verl_slurm.plan.plan_facts import from_slurm, from_storage
 from verl_slurm.plan.plan_inputs import LABELS, Inputs, KnownValue, complete
 from verl_slurm.slurm.slurm_client import SlurmClient
-from verl_slurm.submit.checks.model_and_reward import absolute
-from verl_slurm.submit.relative_paths import Places
+from verl_slurm.submit.relative_paths import Places, absolute
 
 _SHOWN = (
     *("steps", "nodes", "step_s", "state_bytes", "save_s", "durable_s", "emergency_s", "warning_s", "lead_s"),

@@ -14,7 +14,8 @@ from verl_slurm.journal.events import RewardAsked
 from verl_slurm.journal.files import append_event
 from verl_slurm.runs.requests import ask_for_save, cancel_run, requeue_run
 from verl_slurm.slurm.runner import telling
-from verl_slurm.submit.checks.model_and_reward import absolute_reward, check_reward, refuse_guests
+from verl_slurm.submit.checks.model_and_reward import check_reward, refuse_guests
+from verl_slurm.submit.relative_paths import absolute_reward
 from verl_slurm.wire.reward_plan import ask_for_reward
 
 

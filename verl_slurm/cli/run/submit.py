@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 import msgspec
@@ -28,11 +28,10 @@ from verl_slurm.submit.checks.code_trees import TreesRead
 from verl_slurm.submit.checks.model_and_reward import needs_building
 from verl_slurm.submit.checks.ranks_environment import show_rank_environment
 from verl_slurm.submit.executor import local_command, render_script
-from verl_slurm.submit.submission_plan import SubmissionPlan
-from verl_slurm.submit.sweep import SweptRun, swept_runs
+from verl_slurm.submit.submission_plan import SubmissionPlan, SweptRun, swept_runs
 
 if TYPE_CHECKING:
-    from verl_slurm.submit.submission import SubmissionResult
+    from verl_slurm.submit.submission import Confirm, SubmissionResult
 
 _VERL = "verl_slurm.verl_words"
 
@@ -116,28 +115,17 @@ def submit(
     verl-slurm submit verl_grpo -- trainer.total_epochs=3   # words for verl itself
     verl-slurm submit my.yaml --sweep --at-once 2 train.actor_lr=1e-6,3e-6 seed=0,1,2   # six runs
     """
-    if at_once is not None and not sweep:
-        raise click.UsageError("--at-once is for a --sweep: a run alone is one job.")
+    _refuse_combinations(ctx.params)
+    verl = ctx.meta[_VERL]
     if sweep:
-        if wait or prepare_only or force_resume or code:
-            raise click.UsageError(
-                "--sweep goes with neither --wait, --prepare-only, --code nor --force-resume."
-            )
         return submit_sweep(
-            config,
-            overrides,
-            ctx.meta[_VERL],
-            cluster=cluster,
-            at_once=at_once,
-            dry_run=dry_run,
-            as_json=as_json,
+            config, overrides, verl, cluster=cluster, at_once=at_once, dry_run=dry_run, as_json=as_json
         )
-    from verl_slurm.submit.submission import carry_out, check_drift, plan_submission
+    from verl_slurm.submit.submission import check_drift, plan_submission
 
-    if prepare_only and (wait or cluster == "local"):
-        other = "--wait" if wait else "--cluster local"
-        raise click.UsageError(f"--prepare-only queues nothing: it does not go with {other}.")
-
+    # In a dry run nothing is recorded, so no question is asked: the changes are shown.
+    yes = yes or dry_run
+    confirm = partial(_confirm, yes=yes) if force_resume else None
     bar = render.Bar()
     if not force_resume:  # which may ask: a bar would write over the question
         bar.show("checking the configuration, the inputs and Slurm")
@@ -146,23 +134,39 @@ def submit(
             plan = plan_submission(
                 config,
                 list(overrides),
-                verl=ctx.meta[_VERL],
+                verl=verl,
                 # A script of sbatch/ is for Slurm, which need not be on the machine that prepares.
                 cluster="slurm" if prepare_only else cluster,
                 ask_slurm=not prepare_only,
                 code=code,
                 dry_run=dry_run,
-                begin_again=partial(_confirm_beginning, yes=yes or dry_run) if force_resume else None,
+                begin_again=partial(_confirm_beginning, yes=yes) if force_resume else None,
             )
     finally:
         bar.close()
     plan.require_steps_to_do()
-    # In a dry run nothing is recorded, so no question is asked: the changes are shown.
-    confirm = partial(_confirm, yes=yes or dry_run) if force_resume else None
     if dry_run:
         check_drift(plan, confirm)
         _print_plan(plan, as_json)
         return ExitCode.OK
+    return _carry_out(plan, confirm, prepare_only=prepare_only, wait=wait, as_json=as_json)
+
+
+def _refuse_combinations(given: dict[str, Any]) -> None:
+    if given["at_once"] is not None and not given["sweep"]:
+        raise click.UsageError("--at-once is for a --sweep: a run alone is one job.")
+    if given["sweep"] and any(given[name] for name in ("wait", "prepare_only", "force_resume", "code")):
+        raise click.UsageError("--sweep goes with neither --wait, --prepare-only, --code nor --force-resume.")
+    if given["prepare_only"] and (given["wait"] or given["cluster"] == "local"):
+        other = "--wait" if given["wait"] else "--cluster local"
+        raise click.UsageError(f"--prepare-only queues nothing: it does not go with {other}.")
+
+
+def _carry_out(
+    plan: SubmissionPlan, confirm: "Confirm | None", *, prepare_only: bool, wait: bool, as_json: bool
+) -> int:
+    from verl_slurm.submit.submission import carry_out
+
     for note in plan.notes:
         render.warning(note)
     if needs_building(plan.config):
@@ -171,11 +175,7 @@ def submit(
     # Before the job exists: --wait tells what is written from here on, and not the run's former ends.
     offset = paths.events.stat().st_size if paths.events.exists() else 0
     with telling(render.warning):
-        done = carry_out(
-            plan,
-            prepare_only=prepare_only,
-            confirm_drift=partial(_confirm, yes=yes) if force_resume else None,
-        )
+        done = carry_out(plan, prepare_only=prepare_only, confirm_drift=confirm)
     # The plan's own notes come first and were shown before anything was made.
     for note in done.notes[len(plan.notes) :]:
         render.warning(note)

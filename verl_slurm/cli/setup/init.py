@@ -33,6 +33,7 @@ from verl_slurm.base.files import create_file
 from verl_slurm.base.keys import new_key_file, read_key_file
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.shipped import example, shipped
+from verl_slurm.checks.cluster_rules import judge_cluster
 from verl_slurm.cli.command_options import PLACE, Whole, exits, option
 from verl_slurm.cli.show import render
 from verl_slurm.cli.show.render import span
@@ -40,23 +41,19 @@ from verl_slurm.config.families import max_positions
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import BUILTIN, RunConfig
 from verl_slurm.devcluster.machine import real_gpus
-from verl_slurm.doctor.cluster_rules import judge_cluster
 from verl_slurm.slurm.facts import PartitionFacts
 from verl_slurm.slurm.parse import parse_gpus
 from verl_slurm.slurm.slurm_client import SlurmClient
 from verl_slurm.submit.checks.model_and_reward import (
-    absolute,
-    absolute_reward,
     check_guest,
     check_names,
     check_reward,
 )
-from verl_slurm.submit.checks.model_families import said_of
-from verl_slurm.submit.checks.model_files import check_model
-from verl_slurm.submit.checks.preflight import partition_complaint
+from verl_slurm.submit.checks.model_files import check_model, said_of
 from verl_slurm.submit.checks.prompt_data import recognize
+from verl_slurm.submit.checks.slurm_answers import partition_complaint
 from verl_slurm.submit.checks.verl import check_input
-from verl_slurm.submit.relative_paths import Places
+from verl_slurm.submit.relative_paths import Places, absolute, absolute_reward
 from verl_slurm.verl.verl_inputs import Input, Kind as InputKind, is_remote
 
 Kind = Literal["ppo", "grpo", "loop", "verl"]

@@ -45,7 +45,12 @@ def wrapped(text: object, *, indent: str = "") -> None:
         line(part)
 
 
-_MARKS = {"good": ("ok", "green"), "warning": ("WARN", "yellow"), "bad": ("BAD", "red")}
+_MARKS = {
+    "not checked": ("--", "blue"),
+    "good": ("ok", "green"),
+    "warning": ("WARN", "yellow"),
+    "bad": ("BAD", "red"),
+}
 
 
 def finding(verdict: str, text: object, remedy: str = "") -> None:

@@ -23,13 +23,7 @@ from verl_slurm.base.search_path import PYTHONPATH, absolute_only
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dataset.fingerprint.entries import Drift
 from verl_slurm.journal import events as ev
-from verl_slurm.program.code_record import (
-    CodeRecord,
-    CodeTree,
-    files_of,
-    package_drift,
-    read_record,
-)
+from verl_slurm.program.code_record import CodeRecord, CodeTree, files_of, package_drift, read_record
 from verl_slurm.program.copying import copy_tree, read_tree
 from verl_slurm.program.git import Commit, commit_of, diff_of, work_tree
 from verl_slurm.program.installed import Installed, look
@@ -78,16 +72,7 @@ def plan_code(
             found="a new run, or one without a record of its code",
             remedy="leave out --code",
         )
-    # In an image the packages are the image's. PYTHONPATH reaches into it.
-    inherited = absolute_only(os.environ.get(PYTHONPATH, ""))[0]
-    installed = Installed(search=tuple(place for place in inherited.split(os.pathsep) if place))
-    unknown = []
-    asked = config.slurm.container is None and (ask_python or config.slurm.python is None)
-    if asked:
-        python = python_of(config.slurm) or sys.executable
-        installed = look(python)
-        if not installed.python:
-            unknown = [f"{python} does not tell which packages it has; they are not recorded"]
+    installed, notes = _installed(config, ask_python=ask_python)
     if old is not None and choice == "run":
         # Not looked at: the code outside may be gone, or no longer be what can be copied.
         plan, changes = CodePlan(record=CodeRecord(python=installed.python, packages=installed.packages)), ""
@@ -96,14 +81,18 @@ def plan_code(
         trees = old.trees if old is not None and choice is None else ()
         former = {tree.root: files_of(paths, tree.digest) for tree in trees}
         plan = _present(config, caller, installed, {} if known is None else known, former)
-        if not asked and config.slurm.container is None and module_of(config) and not plan.record.programs:
-            unknown = [
-                f"whether {module_of(config)} is copied is not known: only {python_of(config.slurm)} finds it"
-            ]
-        plan = msgspec.structs.replace(plan, notes=(*plan.notes, *unknown))
+        not_found = module_of(config) and not plan.record.programs and config.slurm.container is None
+        if not_found and not ask_python and config.slurm.python is not None:
+            found_by = f"only {python_of(config.slurm)} finds it"
+            notes = [f"whether {module_of(config)} is copied is not known: {found_by}"]
+        plan = msgspec.structs.replace(plan, notes=(*plan.notes, *notes))
         changes = "" if old is None else _changes(paths, old, plan)
-    if old is None:
-        return plan
+    return plan if old is None else _compared(config, old, plan, changes, choice)
+
+
+def _compared(
+    config: RunConfig, old: CodeRecord, plan: CodePlan, changes: str, choice: CodeChoice | None
+) -> CodePlan:
     drift = package_drift(old, plan.record)
     if choice == "new":
         told = f"takes the code as it is now: {changes}" if changes else ""
@@ -128,6 +117,18 @@ def plan_code(
         notes.append("the run goes on with its own copy of the code")
     # The record stays as it is: later starts are compared with the first submission, not with the newest.
     return msgspec.structs.replace(plan, record=old, contents=(), notes=(*plan.notes, *notes), kept=True)
+
+
+def _installed(config: RunConfig, *, ask_python: bool) -> tuple[Installed, list[str]]:
+    """Returns what the ranks' Python has, and notes. If it is not asked, PYTHONPATH alone tells where modules are."""
+    # In an image the packages are the image's. PYTHONPATH reaches into it.
+    if config.slurm.container is not None or not (ask_python or config.slurm.python is None):
+        inherited = absolute_only(os.environ.get(PYTHONPATH, ""))[0]
+        return Installed(search=tuple(place for place in inherited.split(os.pathsep) if place)), []
+    python = python_of(config.slurm) or sys.executable
+    installed = look(python)
+    unknown = f"{python} does not tell which packages it has; they are not recorded"
+    return installed, [] if installed.python else [unknown]
 
 
 def _present(
@@ -198,9 +199,6 @@ def _trees(
 
     Args:
         former: root → files of a tree of the run that goes on.
-
-    Raises:
-        ConfigError: one cannot be listed (`list_tree`), or lacks a program that it is copied for.
     """
     code = config.code
     if code.tree is None:
@@ -297,11 +295,7 @@ def _left_out(config: RunConfig, programs: Sequence[Program]) -> set[Path]:
 
 
 def _require_words(config: RunConfig, caller: Path, contents: Sequence[CodeContent]) -> None:
-    """Refuses arguments that name files of the tree that are not copied: the program runs in the copy.
-
-    Raises:
-        ConfigError: there is one.
-    """
+    """Refuses arguments that name files of the tree that are not copied: the program runs in the copy."""
     here = Path(os.path.realpath(caller))
     content = next((one for one in contents if here.is_relative_to(one.tree.root)), None)
     if content is None or not config.trainer.command:

@@ -1,12 +1,14 @@
-"""Checks a model directory without torch: errors that a job would otherwise find after its wait in the queue."""
+"""Checks a model without torch: that its directory is whole, that the trainer supports its family, that the
+configuration fits it, and that it divides into the parts that `distributed` asks for.
+"""
 
 import math
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -22,13 +24,32 @@ from verl_slurm.base.bounded import (
     read_regular,
     vocabulary_of,
 )
-from verl_slurm.base.errors import UNREADABLE, DataError
+from verl_slurm.base.errors import UNREADABLE, ConfigError, DataError, VerlSlurmError
 from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.checkpoint.store.safetensors_file import read_header, safetensors_problem
+from verl_slurm.config.checks import Complaint
+from verl_slurm.config.families import FAMILIES, family_complaints, family_notes
+from verl_slurm.config.schema import BUILTIN, DistributedConfig, RunConfig
 from verl_slurm.program.git import is_lfs_pointer
 
 T = TypeVar("T")
 
+# The names that quickstart and the trainer offer. These import torch, so the names are repeated here; a test compares
+# them.
+BUILTIN_MODELS: dict[str, dict[str, Any]] = {
+    name: {
+        "model_type": "qwen2",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "intermediate_size": 192,
+        "tie_word_embeddings": False,
+        "head_dim": head_dim,
+        "max_position_embeddings": 128,
+    }
+    for name, head_dim in (("tiny", 16), ("tiny32", 32))
+}
+"""Maps a name to the content of its config.json once it is built (a test compares it)."""
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 """The names that `from_pretrained` looks for."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
@@ -89,10 +110,7 @@ def check_model(key: str, directory: Path, written: str = "") -> None:
                 f"`hf download {written} --local-dir DIR` first, then set {key} to DIR"
             )
         raise DataError("no such model directory", where=directory, remedy=remedy)
-    refuse_pointers(path for path in directory.iterdir() if path.is_file())
-    refuse_adapter(key, directory)
-    if not (directory / "config.json").is_file():
-        raise DataError("not a model directory", where=directory, expected="config.json in it", remedy=remedy)
+    require_model(key, directory, remedy)
     # Names first, then the contents of small files, and the headers of large ones last.
     _check_weights(key, directory, remedy)
     named = _check_config(directory / "config.json", remedy)
@@ -105,8 +123,30 @@ def check_model(key: str, directory: Path, written: str = "") -> None:
         )
     if key == "model.path":
         _check_end_tokens(directory, named)
+    require_whole_weights(directory)
+
+
+def require_model(key: str, directory: Path, remedy: str) -> None:
+    """Requires a model's directory by the names of its files.
+
+    Raises:
+        DataError: a file is a pointer of Git LFS, it is an adapter, or there is no config.json.
+    """
+    refuse_pointers(path for path in directory.iterdir() if path.is_file())
+    refuse_adapter(key, directory)
+    if not (directory / "config.json").is_file():
+        raise DataError("not a model directory", where=directory, expected="config.json in it", remedy=remedy)
+
+
+def require_whole_weights(directory: Path) -> None:
+    """Requires safetensors files whose headers and lengths agree.
+
+    Raises:
+        DataError: the first that is damaged.
+    """
     for path in sorted(directory.glob("*.safetensors")):
-        if complaint := weights_problem(path):
+        # Links are followed: users name models by them.
+        if complaint := _of_weights(path, safetensors_problem):
             raise DataError(
                 "the weights are damaged",
                 where=path,
@@ -131,14 +171,8 @@ def refuse_pointers(files: Iterable[Path]) -> None:
         )
 
 
-def weights_problem(path: Path) -> str:
-    """Returns what is wrong with a safetensors file; empty: nothing is. Raises `OSError`."""
-    return _of_weights(path, safetensors_problem)
-
-
 def _of_weights(path: Path, look: Callable[[int], T]) -> T | str:
     try:
-        # Links are followed: users name models by them.
         fd = open_regular(path, follow=True)
     except TooMuch as error:
         return str(error)
@@ -367,3 +401,118 @@ def _special_tokens(
         )
     )
     return end, pad, tokenizer.ids() | added if tokenizer else {}
+
+
+def said_of(path: str) -> dict[str, Any]:
+    """Returns the content of the config.json of `model.path`, now or once a `builtin:` is built."""
+    if path.startswith(BUILTIN):
+        return BUILTIN_MODELS[path.removeprefix(BUILTIN)]
+    return read_model_config(Path(path))
+
+
+def check_family(config: RunConfig) -> list[str]:
+    """Refuses a model that cannot be trained as configured; otherwise returns notes for the user.
+
+    Args:
+        config: paths absolute; the model directory has been checked.
+
+    Raises:
+        DataError: the first complaint, about the model itself.
+        ConfigError: the first complaint, about another key that does not go with it.
+    """
+    said = said_of(config.model.path)
+    for found in family_complaints(config, said):
+        # Whose fault it is decides the exit code: the model's (DATA), or a key that does not go with it (CONFIG).
+        by_itself = found.key == "model.path"
+        refusal: type[VerlSlurmError] = DataError if by_itself else ConfigError
+        raise refusal(
+            "this model cannot be trained here" if by_itself else "the model cannot be trained as configured",
+            where=config.model.path if by_itself else f"{found.key}, {config.model.path}",
+            found=found.found,
+            expected=found.expected,
+            remedy=found.remedy,
+        )
+    return family_notes(config, said)
+
+
+_NORMS_OF_ALL_HEADS = ("use_qk_norm", "qk_layernorm")
+"""Keys of config.json that put a norm beside the cut projections, with a weight for each head (Cohere, Phi)."""
+
+
+def check_model_shape(distributed: DistributedConfig, model_path: str, said: Mapping[str, Any]) -> None:
+    """Refuses a shape that this model cannot be cut into.
+
+    Args:
+        model_path: for the message.
+        said: the content of its config.json.
+
+    Raises:
+        ConfigError: the first complaint.
+    """
+    # Each rank has the whole model then, whatever its sizes.
+    if distributed.tp_size == distributed.pp_size == 1:
+        return
+    for found in shape_complaints(distributed, said):
+        raise ConfigError(
+            "the model cannot be divided like that",
+            where=f"{found.key}, {model_path}",
+            found=found.found,
+            expected=found.expected,
+            remedy=found.remedy,
+        )
+
+
+def shape_complaints(distributed: DistributedConfig, said: Mapping[str, Any]) -> Iterator[Complaint]:
+    """Yields the parts of `distributed` that do not go with a model whose config.json holds `said`. Pure."""
+    tp, pp = distributed.tp_size, distributed.pp_size
+    kind = str(said.get("model_type"))
+    whole = _kept_whole(kind, said)
+    # A family that stays whole ends the questions: its sizes need not mean what they mean elsewhere.
+    for key, parts in (("tp_size", tp), ("pp_size", pp)):
+        if parts > 1 and whole[key]:
+            yield Complaint(
+                f"distributed.{key}",
+                f"a model of type {kind}: {whole[key]}",
+                f"a family with {key[:2]} in docs/models.md",
+                f"set {key}=1, and raise dp_size",
+            )
+            return
+    heads = said.get("num_attention_heads")
+    sizes = {
+        "num_attention_heads": heads,
+        # Models without grouped heads have no such key.
+        "num_key_value_heads": said.get("num_key_value_heads") or heads,
+        "intermediate_size": said.get("intermediate_size"),
+    }
+    for name, size in sizes.items():
+        # Heads and the MLP's columns are what a tensor-parallel plan deals out; a rank takes whole ones.
+        if isinstance(size, int) and size % tp:
+            yield Complaint(
+                "distributed.tp_size", str(tp), f"a divisor of the model's {name}={size}", "lower it"
+            )
+    layers = said.get("num_hidden_layers")
+    # Each stage has at least one layer.
+    if isinstance(layers, int) and layers < pp:
+        yield Complaint(
+            "distributed.pp_size", str(pp), f"at most the model's num_hidden_layers={layers}", "lower it"
+        )
+    if pp > 1 and said.get("tie_word_embeddings"):
+        yield Complaint(
+            "distributed.pp_size",
+            f"{pp}, with tie_word_embeddings",
+            "1: the first and the last stage cannot share a weight",
+            "set distributed.pp_size=1 and raise tp_size or dp_size",
+        )
+
+
+def _kept_whole(kind: str, said: Mapping[str, Any]) -> dict[str, str]:
+    """Returns why a model cannot be cut by tensors, and why not into stages; empty: it can."""
+    family = FAMILIES.get(kind)
+    if family is None:
+        return dict.fromkeys(("tp_size", "pp_size"), "it has not been tried")
+    # By the model's own config.json, since the same family has models with and without it.
+    norm = next((key for key in _NORMS_OF_ALL_HEADS if said.get(key)), "")
+    softcap = "final_logit_softcapping" if said.get("final_logit_softcapping") else ""
+    tp = f"{family.tp} in transformers' tensor-parallel plan" if family.tp else norm
+    pp = softcap if family.pp else "something besides embedding, layers, norm and head"
+    return {"tp_size": tp, "pp_size": pp}

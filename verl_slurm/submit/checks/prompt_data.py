@@ -4,7 +4,6 @@ import errno
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import msgspec
 from verl_slurm.base.bounded import vocabulary_of
 from verl_slurm.base.errors import UNREADABLE, DataError, together
 from verl_slurm.base.one_line import counted, shell_word
+from verl_slurm.checks import run_to_end
 from verl_slurm.config.schema import BUILTIN, RunConfig
 from verl_slurm.dataset.prompts.chat_template import has_template, model_template, read_template
 from verl_slurm.dataset.prompts.choice import (
@@ -267,32 +267,25 @@ def look_at_files(wanted: WantedRows, where: str) -> Rows | str:
 def _ask(wanted: PromptsRequest | WantedRows, where: str) -> tuple[_Answer, str]:
     """Returns the answer of the process that looks; it is empty if it died, which the text explains: `_TOO_LARGE` where
     it is known that memory was the reason.
-
-    Raises:
-        DataError: its own, or it takes too long.
     """
     # A process of its own with bounded memory: a compressed page may need a thousand times its size.
     command = [sys.executable, "-P", "-m", "verl_slurm.dataset.prompts"]
-    try:
-        done = subprocess.run(
-            command, input=msgspec.json.encode(wanted), capture_output=True, timeout=_TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
+    done = run_to_end(command, _TIMEOUT_S, text=msgspec.json.encode(wanted).decode())
+    if done.exit_code is None:
         raise DataError(
             "the data cannot be read in time",
             where=where,
             found=f"no answer after {_TIMEOUT_S:.0f} s",
             remedy="see whether its storage answers, and whether its chat template ends",
-        ) from None
+        )
     try:
-        answer = msgspec.json.decode(done.stdout, type=_Answer)
+        answer = msgspec.json.decode(done.out, type=_Answer)
     # It died without an answer: killed, of a library's crash, or of an exception of its own.
     except UNREADABLE:
-        answer = _Answer()
-        words = done.stderr.decode(errors="replace").strip().splitlines()
         # The kernel kills for memory, a library written in Rust or C++ ends itself.
-        if done.returncode != -signal.SIGKILL and not _OF_MEMORY.search(words[-1] if words else ""):
-            return answer, words[-1] if words else f"its process ended with {done.returncode}"
+        if done.exit_code != -signal.SIGKILL and not _OF_MEMORY.search(done.last_words):
+            return _Answer(), done.last_words
+        answer = _Answer()
     if answer.error is not None:
         parts: dict[str, Any] = dict(answer.error)
         raise DataError(parts.pop("what"), **parts)

@@ -1,6 +1,7 @@
 """Looks at the user's programs without running them: a file's form, the names that it binds, what it imports.
 
-Each check returns what it found good and notes. A note "not looked at: ..." names what cannot be seen from here.
+What cannot be seen from here is a finding that was skipped. The programs are those of the run, of its services and of
+its hooks, with the secrets that these are given.
 """
 
 import ast
@@ -9,23 +10,28 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import NamedTuple
+
+import msgspec
 
 from verl_slurm.base.bounded import SOURCE, TooMuch, open_regular, read_regular
 from verl_slurm.base.errors import ConfigError, DataError, NotFound
+from verl_slurm.base.files import read_private
 from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.search_path import clean_environment
+from verl_slurm.checks import Finding, good, run_to_end, skipped
+from verl_slurm.config.hooks_section import HOOKS
 from verl_slurm.config.reward_spec import bindings, names_of
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.config.services_section import ServiceConfig
+from verl_slurm.config.slurm_section import SlurmConfig
 from verl_slurm.program.installed import look
-from verl_slurm.slurm.rank_setup import python_of
+from verl_slurm.slurm.rank_setup import python_of, setup_script
 
 _PYTHON = r"python[\d.]*|pypy[\d.]*"
 _SHELLS = r"(?:ba|da|z|k|c|tc|fi)?sh"
@@ -44,21 +50,15 @@ _LAUNCHER_MODULES = re.compile(
 _SHELL_FILE = re.compile(r".+\.(?:sh|bash|zsh|ksh|csh|slurm|sbatch|job|sub)")
 _TAKES_MODULES = re.compile(rf"{_PYTHON}|accelerate|torchrun|deepspeed|uvx?|composer|ft_launcher")
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)=(.*)", re.ASCII | re.DOTALL)
-MODULE = re.compile(r"[^\W\d]\w*(?:\.\w+)*")
+_MODULE = re.compile(r"[^\W\d]\w*(?:\.\w+)*")
 _PLAIN = re.compile(r"[A-Za-z_./~-][\w./=@+:~-]*")
 _HEAD_BYTES = 1024
+_FIT = good("program")
 _UNPARSED = (OSError, SyntaxError, ValueError, RecursionError, MemoryError)
 """Errors of reading and parsing a source; `TooMuch` is a ValueError."""
 
 
-class Found(NamedTuple):
-    """What one check found."""
-
-    good: list[str]
-    notes: list[str]
-
-
-def check_program(config: RunConfig) -> Found:
+def check_program(config: RunConfig) -> list[Finding]:
     """Checks `trainer.command`: that it is a Python program, that it is there, and that its imports are installed.
 
     Args:
@@ -71,7 +71,7 @@ def check_program(config: RunConfig) -> Found:
     """
     words = config.trainer.command
     if not words:
-        return Found([], [])
+        return []
     program = words[0]
     if program == "-m":
         return _module(config, words)
@@ -86,26 +86,26 @@ def check_program(config: RunConfig) -> Found:
     # Python itself also takes these; ranks are started through a program of ours, which does not.
     other = "an option of Python's" if program.startswith("-") else "a directory" if path.is_dir() else ""
     if other and not starts_ranks:
-        return Found([], [f"not looked at: trainer.command, which begins with {program}, {other}"])
+        return [skipped(f"trainer.command, which begins with {program}, {other}")]
     if why := other or _why_not_python(path):
         raise _no_program(words, why)
     return check_file(config, path, "trainer.command")
 
 
-def check_file(config: RunConfig, path: Path, key: str) -> Found:
+def check_file(config: RunConfig, path: Path, key: str) -> list[Finding]:
     """Checks a Python file that is a program: it parses and finds its imports.
 
     Raises:
         ConfigError: a module is missing, or a relative import cannot work.
         DataError: it cannot be parsed.
     """
-    tree, problem = _parsed(config, path, key)
-    if tree is None:
-        return Found([], [problem])
-    return _joined(Found(["program"], []), check_imports(config, path, tree, beside=[str(path.parent)]))
+    tree = _parsed(config, path, key)
+    if isinstance(tree, Finding):
+        return [tree]
+    return [_FIT, *check_imports(config, path, tree, beside=[str(path.parent)])]
 
 
-def check_executable(config: RunConfig, words: Sequence[str], key: str) -> Found:
+def check_executable(config: RunConfig, words: Sequence[str], key: str) -> list[Finding]:
     """Checks a command that the kernel starts: a script's interpreter is there, and its Python parses.
 
     Args:
@@ -117,22 +117,22 @@ def check_executable(config: RunConfig, words: Sequence[str], key: str) -> Found
     """
     path = Path(shutil.which(words[0]) or words[0])
     if words[1:] and _LAUNCHER.fullmatch(path.name):
-        return Found([], [f"not looked at: {key}: what {words[0]} starts"])
+        return [skipped(f"{key}: what {words[0]} starts")]
     try:
         with os.fdopen(open_regular(path, follow=True), "rb") as file:
             head = file.read(_HEAD_BYTES)
     except (OSError, TooMuch) as error:
-        return Found([], [f"not looked at: {key}: {path} ({error})"])
+        return [skipped(f"{key}: {path} ({error})")]
     # A binary, of this machine or of another kind.
     if not head.startswith(b"#!") and b"\0" in head:
-        return Found(["program"], [])
+        return [_FIT]
     first = os.fsdecode(head[2:].partition(b"\n")[0]).split() if head.startswith(b"#!") else []
     if first and Path(first[0]).name == "env":
         first = [word for word in first[1:] if not word.startswith("-") and not _ASSIGNED.fullmatch(word)]
     interpreter = shutil.which(first[0]) if first else None
     if interpreter is None:
         if first and (unseen := why_unseen(config)):
-            return Found([], [f"not looked at: {key}: whether {path} finds {first[0]}: {unseen}"])
+            return [skipped(f"{key}: whether {path} finds {first[0]}: {unseen}")]
         raise ConfigError(
             "a program cannot be started",
             where=f"{key}: {path}",
@@ -141,13 +141,14 @@ def check_executable(config: RunConfig, words: Sequence[str], key: str) -> Found
             remedy="write its interpreter into its first line, e.g. #!/bin/sh",
         )
     if not re.fullmatch(_PYTHON, Path(interpreter).name):
-        return Found(["program"], [])
+        return [_FIT]
     ours = python_of(config.slurm) or sys.executable
     if os.path.realpath(interpreter) == os.path.realpath(ours):
         return check_file(config, path, key)
-    tree, problem = _parsed(config, path, key)
-    imports = f"not looked at: what {path} imports, which {interpreter} runs"
-    return Found(["program"] if tree else [], [problem or imports])
+    tree = _parsed(config, path, key)
+    if isinstance(tree, Finding):
+        return [tree]
+    return [_FIT, skipped(f"what {path} imports, which {interpreter} runs")]
 
 
 def _why_not_python(path: Path) -> str:
@@ -219,15 +220,15 @@ def program_behind(words: Sequence[str]) -> list[str]:
         # To others, such as srun, -m means something else.
         elif word in ("-m", "--module") and _TAKES_MODULES.fullmatch(starter) and words[number + 1 :]:
             if not _LAUNCHER_MODULES.fullmatch(words[number + 1]):
-                return ["-m", *words[number + 1 :]] if MODULE.fullmatch(words[number + 1]) else []
+                return ["-m", *words[number + 1 :]] if _MODULE.fullmatch(words[number + 1]) else []
         elif _PLAIN.fullmatch(word) and word.endswith(".py") and not word.startswith("-"):
             return list(words[number:])
     return []
 
 
-def _module(config: RunConfig, words: Sequence[str]) -> Found:
+def _module(config: RunConfig, words: Sequence[str]) -> list[Finding]:
     name = words[1] if len(words) > 1 else ""
-    if not MODULE.fullmatch(name):
+    if not _MODULE.fullmatch(name):
         raise _no_program(words, "-m without a module")
     if _LAUNCHER_MODULES.fullmatch(name):
         raise _no_program(words, "a launcher")
@@ -242,22 +243,21 @@ def _module(config: RunConfig, words: Sequence[str]) -> Found:
     return check_module(config, name, "trainer.command")
 
 
-def check_module(config: RunConfig, name: str, key: str) -> Found:
+def check_module(config: RunConfig, name: str, key: str) -> list[Finding]:
     """Checks a module that `-m` starts: it is there, parses and finds its imports.
 
     Raises:
         ConfigError: a module is missing.
         DataError: it cannot be parsed.
     """
-    found = check_modules(config, [name.partition(".")[0]], f"{key}: -m {name}")
-    if found.notes:
+    if found := check_modules(config, [name.partition(".")[0]], f"{key}: -m {name}"):
         return found
     entries: Sequence[str] | None = ranks_search(config)
     for part in name.split("."):
         spec = PathFinder.find_spec(part, entries) if entries else None
         if spec is None:
             # The first part is there: an importer of a package's own may find what is not in a directory.
-            return Found([], [f"not looked at: whether the module {name} is there"])
+            return [skipped(f"whether the module {name} is there")]
         origin, entries = spec.origin, spec.submodule_search_locations
         if entries is not None and not list(entries):
             entries = None
@@ -273,11 +273,11 @@ def check_module(config: RunConfig, name: str, key: str) -> Found:
             )
         origin = spec.origin
     if origin is not None and origin.endswith(".py"):
-        source, problem = _parsed(config, Path(origin), key)
-        if source is None:
-            return Found([], [problem])
-        return _joined(Found(["program"], []), check_imports(config, Path(origin), source, package=package))
-    return Found(["program"], [])
+        source = _parsed(config, Path(origin), key)
+        if isinstance(source, Finding):
+            return [source]
+        return [_FIT, *check_imports(config, Path(origin), source, package=package)]
+    return [_FIT]
 
 
 _NOT_RUN: ContextVar[str] = ContextVar("why the ranks' Python is not run", default="")
@@ -331,22 +331,11 @@ def answer_of_ranks_python(
         return "", reason
     python = python_of(config.slurm) or sys.executable
     try:
-        done = subprocess.run(
-            [python, "-P", "-c", program],
-            env=clean_environment(_environ(config)),
-            input=text,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
-    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        environment = clean_environment(_environ(config))
+        done = run_to_end([python, "-P", "-c", program], timeout_s, text=text, env=environment)
+    except (OSError, ValueError) as error:
         return "", f"{python} does not answer: {error}".partition("\n")[0]
-    last_line = done.stdout.strip().rpartition("\n")[2]
-    return (
-        last_line,
-        "" if done.returncode == 0 else f"{python}: {done.stderr.strip().rpartition(chr(10))[2]}",
-    )
+    return done.last_line, "" if done.exit_code == 0 else f"{python}: {done.last_words}"
 
 
 def why_unseen(config: RunConfig) -> str:
@@ -363,7 +352,9 @@ def why_unseen(config: RunConfig) -> str:
     return f"PYTHONPATH has {gone[0]}, which is not on this machine" if gone else ""
 
 
-def check_modules(config: RunConfig, names: Sequence[str], what: str, beside: Sequence[str] = ()) -> Found:
+def check_modules(
+    config: RunConfig, names: Sequence[str], what: str, beside: Sequence[str] = ()
+) -> list[Finding]:
     """Refuses modules that the ranks' Python does not find. Imports none of them.
 
     Args:
@@ -376,25 +367,21 @@ def check_modules(config: RunConfig, names: Sequence[str], what: str, beside: Se
     """
     unseen = why_unseen(config)
     if config.slurm.container is not None:
-        return Found(
-            [], [f"not looked at: the modules of {what} ({', '.join(names)}): {unseen}"] if names else []
-        )
+        return [skipped(f"the modules of {what} ({', '.join(names)}): {unseen}")] if names else []
     near = [*beside, *_own_python_path(config)]
     wanted = [name for name in dict.fromkeys(names) if not near or PathFinder.find_spec(name, near) is None]
     if not wanted:
-        return Found([], [])
+        return []
     if not_run := _NOT_RUN.get():
-        return Found([], [f"not looked at: the modules of {what} ({', '.join(wanted)}): {not_run}"])
+        return [skipped(f"the modules of {what} ({', '.join(wanted)}): {not_run}")]
     python = python_of(config.slurm) or sys.executable
     answer = look(python, _environ(config), wanted)
     if not answer.python:
-        return Found(
-            [], [f"not looked at: the modules of {what} ({', '.join(wanted)}): {python} does not answer"]
-        )
+        return [skipped(f"the modules of {what} ({', '.join(wanted)}): {python} does not answer")]
     if not answer.lacking:
-        return Found([], [])
+        return []
     if unseen:
-        return Found([], [f"not looked at: whether {what} finds {', '.join(answer.lacking)}: {unseen}"])
+        return [skipped(f"whether {what} finds {', '.join(answer.lacking)}: {unseen}")]
     raise ConfigError(
         "the ranks' Python lacks a module",
         where=what,
@@ -413,7 +400,7 @@ def check_imports(
     function: str = "",
     beside: Sequence[str] = (),
     package: str = "",
-) -> Found:
+) -> list[Finding]:
     """Refuses a source whose imports the ranks' Python does not have.
 
     Args:
@@ -431,7 +418,7 @@ def check_imports(
             if isinstance(node, ast.ImportFrom) and node.level:
                 _check_relative(file, node, package, beside)
     if any(map(_is_search_path, ast.walk(tree))):
-        return Found([], [f"not looked at: what {file} imports, since it changes sys.path"])
+        return [skipped(f"what {file} imports, since it changes sys.path")]
     names = []
     for node in imports:
         if isinstance(node, ast.Import):
@@ -439,7 +426,7 @@ def check_imports(
         elif node.level == 0 and node.module:
             names.append(node.module.partition(".")[0])
     if not names:
-        return Found([], [])
+        return []
     try:
         return check_modules(config, list(dict.fromkeys(names)), str(file), beside)
     except ConfigError as error:
@@ -516,7 +503,7 @@ def _imports(body: Sequence[ast.stmt], function: str) -> Iterator[ast.Import | a
             yield from _imports(node.body, "")
 
 
-def check_source(config: RunConfig, key: str, file: Path, name: str = "", package: str = "") -> Found:
+def check_source(config: RunConfig, key: str, file: Path, name: str = "", package: str = "") -> list[Finding]:
     """Checks a Python file that a program loads: it parses, binds `name`, and finds its imports.
 
     Args:
@@ -528,10 +515,10 @@ def check_source(config: RunConfig, key: str, file: Path, name: str = "", packag
         ConfigError: it binds no such name, lacks a module, or has a relative import that cannot work.
         DataError: it cannot be read or parsed.
     """
-    tree, problem = _parsed(config, file, key)
-    if tree is None:
-        return Found([], [problem])
-    names, offered, notes = set[str](), list[str](), list[str]()
+    tree = _parsed(config, file, key)
+    if isinstance(tree, Finding):
+        return [tree]
+    names, offered, found = set[str](), list[str](), list[Finding]()
     for node in bindings(tree.body):
         names |= names_of(node)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -545,23 +532,19 @@ def check_source(config: RunConfig, key: str, file: Path, name: str = "", packag
                 expected=f"one of {', '.join(offered[:8])}" if offered else "a function at its top level",
                 remedy=f"name one of them, or write {name} into it",
             )
-        notes.append(f"not looked at: whether {file} has {name}, since it imports *")
-    return _joined(Found([], notes), check_imports(config, file, tree, function=name, package=package))
+        found.append(skipped(f"whether {file} has {name}, since it imports *"))
+    return [*found, *check_imports(config, file, tree, function=name, package=package)]
 
 
-def _parsed(config: RunConfig, file: Path, key: str) -> tuple[ast.Module | None, str]:
-    """Returns the syntax tree, or a note that this Python cannot tell.
-
-    Raises:
-        DataError: it cannot be read or parsed.
-    """
+def _parsed(config: RunConfig, file: Path, key: str) -> ast.Module | Finding:
+    """Returns the syntax tree, or that this Python cannot tell."""
     try:
-        return ast.parse(read_regular(file, SOURCE, follow=True), str(file)), ""
+        return ast.parse(read_regular(file, SOURCE, follow=True), str(file))
     except _UNPARSED as error:
         # Another Python may know newer syntax than this one.
         other = config.slurm.python is not None or config.slurm.container is not None
         if isinstance(error, TooMuch) or (other and isinstance(error, SyntaxError)):
-            return None, f"not looked at: {file} ({error})"
+            return skipped(f"{file} ({error})")
         raise DataError(
             "a program's source cannot be read",
             where=f"{key}: {file}",
@@ -570,5 +553,94 @@ def _parsed(config: RunConfig, file: Path, key: str) -> tuple[ast.Module | None,
         ) from None
 
 
-def _joined(first: Found, second: Found) -> Found:
-    return Found([*first.good, *second.good], [*first.notes, *second.notes])
+def check_services(config: RunConfig) -> list[Finding]:
+    """Checks that the programs of services are there and find what they import, and their secrets.
+
+    Args:
+        config: paths absolute.
+
+    Raises:
+        ConfigError: a program, a module that it imports, or a secret is not there.
+        DataError: a program's Python source cannot be parsed.
+        PermissionRefused: a file with a secret is open to others.
+    """
+    looked = {}
+    for name, service in config.services.items():
+        looked[name] = _check_service(config, f"services.{name}.command", service)
+        for variable, path in service.env_from_files.items():
+            check_secret(f"services.{name}.env_from_files.{variable}", path)
+    return _of_all("services", looked)
+
+
+def _of_all(kind: str, looked: Mapping[str, list[Finding]]) -> list[Finding]:
+    fit = ", ".join(name for name, found in looked.items() if _FIT in found)
+    rest = [one for found in looked.values() for one in found if one != _FIT]
+    return [good(f"{kind} {fit}"), *rest] if fit else rest
+
+
+def _check_service(config: RunConfig, key: str, service: ServiceConfig) -> list[Finding]:
+    words, program = service.command, service.command[0]
+    own = msgspec.structs.replace(config, env={**config.env, **service.env})
+    if program == "-m" and words[1:] and _MODULE.fullmatch(words[1]):
+        return check_module(own, words[1], key)
+    is_python = program.endswith(".py")
+    if Path(program).is_file() if is_python else shutil.which(program) is not None:
+        return check_file(own, Path(program), key) if is_python else check_executable(own, words, key)
+    # What is set up on the node, or is in an image, may bring programs of its own.
+    in_image = config.slurm.container is not None
+    if program != "-m" and (in_image or ("/" not in program and setup_script(config.slurm) != "")):
+        where = "the container" if in_image else "slurm.modules or slurm.setup"
+        return [skipped(f"{key}: no program {program} here; {where} may bring it")]
+    raise ConfigError(
+        "a service cannot be started",
+        where=key,
+        found="-m without a module" if program == "-m" else f"no program {program}",
+        expected="a Python file, an executable file, or -m and a module, that the nodes see, too",
+        remedy="give its path, with its arguments as further words",
+    )
+
+
+def check_secret(key: str, path: str) -> None:
+    """Checks a file with a secret.
+
+    Raises:
+        ConfigError: it cannot be read, or is empty.
+        PermissionRefused: it is open to others.
+    """
+    try:
+        value = read_private(Path(path)).strip()
+    except OSError as error:
+        raise ConfigError(
+            "a secret cannot be read",
+            where=key,
+            found=f"{path}: {error.strerror}",
+            remedy="write the value into it, and chmod 600",
+        ) from None
+    if not value:
+        raise ConfigError("a file holds no value", where=key, found=path)
+
+
+def check_hooks(config: RunConfig) -> list[Finding]:
+    """Checks that the programs of `hooks` are there and can be started, and the token is private.
+
+    Raises:
+        ConfigError, DataError, PermissionRefused: they are not.
+    """
+    hooks, looked = config.hooks, {}
+    # The lead runs them, outside of an image and of what is set up for the ranks.
+    plain = msgspec.structs.replace(config, slurm=SlurmConfig())
+    for hook in HOOKS:
+        if not (words := getattr(hooks, hook)):
+            continue
+        if shutil.which(words[0]) is None:
+            raise ConfigError(
+                "a hook cannot be run",
+                where=f"hooks.{hook}",
+                found=f"no program {words[0]}",
+                remedy="give the path of an executable file (chmod +x), with its arguments as further words",
+            )
+        looked[hook] = check_executable(plain, words, f"hooks.{hook}")
+    if hooks.webhook_token_file is not None:
+        check_secret("hooks.webhook_token_file", hooks.webhook_token_file)
+    unseen = [skipped("whether hooks.webhook answers")] if hooks.webhook else []
+    return [*_of_all("hooks", looked), *unseen]

@@ -1,21 +1,28 @@
 """Checks a run of verl before anything is queued, for errors that would otherwise show after its wait in the queue.
 
-On each of these, verl itself would crash on every node and at every start, or, worse, train on.
+On each of these, verl itself would crash on every node and at every start, or, worse, train on. The rules for its data
+are those of verl 0.9: `RLHFDataset`, `MultiTurnSFTDataset` and the reward managers. What a user's own code decides is
+not known here, and is said to be so.
 """
 
+import ast
 import importlib.util
+import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from verl_slurm.base.bounded import CONFIG, read_model_config, read_regular
+from verl_slurm.base.bounded import CONFIG, SOURCE, read_model_config, read_regular
 from verl_slurm.base.errors import (
     UNREADABLE,
     CheckpointCorrupt,
@@ -30,33 +37,28 @@ from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.format.specification import MANIFEST
 from verl_slurm.checkpoint.store.verify import read_manifest
+from verl_slurm.checks import Finding, good, skipped, warn
 from verl_slurm.config.elastic import allowed_nodes
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.containers.runtimes import contained_argv
+from verl_slurm.dataset.prompts.look import MOST_TEXTS, Rows, WantedRows
 from verl_slurm.loops.verl_settings import start_settings
 from verl_slurm.submit.checks import user_programs
-from verl_slurm.submit.checks.model_files import refuse_adapter, refuse_pointers, weights_problem
-from verl_slurm.submit.checks.user_programs import Found, answer_of_ranks_python, check_modules, check_source
-from verl_slurm.submit.checks.verl_data import check_sizes, check_verl_data
+from verl_slurm.submit.checks.model_files import require_model, require_whole_weights
+from verl_slurm.submit.checks.prompt_data import look_at_files, refuse_partial
+from verl_slurm.submit.checks.user_programs import (
+    answer_of_ranks_python,
+    check_modules,
+    check_source,
+    ranks_search,
+)
+from verl_slurm.verl import verl_inputs
 from verl_slurm.verl.composing import Composed, unread_additions
 from verl_slurm.verl.overrides import Setting, judged, require_possible, switches_as_text, value_at
 from verl_slurm.verl.releases import Entry, installed_verl, require_usable
 from verl_slurm.verl.reshard.checkpoint import plan_source, require_fsdp, require_room, source_of
 from verl_slurm.verl.reshard.dividing import ranks_python
 from verl_slurm.verl.step_layout import is_distributed, step_of, way_out
-from verl_slurm.verl.verl_inputs import (
-    ENGINES,
-    CodeFile,
-    Input,
-    engines_of,
-    files_of,
-    input_keys,
-    inputs_of,
-    is_remote,
-    modules_of,
-    said_settings,
-    with_critic,
-)
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _OF_CLASSES = ("tool_config_path", "agent_loop_config_path", "interaction_config_path")
@@ -98,6 +100,16 @@ except Exception as error:
     found, key = str(cause), str(error).partition("full_key: ")[2]
 print(json.dumps([found, key]))
 """
+_MANAGERS = ("naive", "dapo", "gdpo", "remote", "rate_limited")
+"""Those of verl's own that give `data_source` and the ground truth to a function."""
+_OF_GROUPS = re.compile("(grpo|rloo|opo|gpg|gdpo|(tir_)?optimal_token|reinforce_plus_plus_baseline).*")
+"""Estimators of verl's that compare the responses to one prompt."""
+_SUFFIXES = (".parquet", ".json", ".jsonl")
+_ROLLOUT = "actor_rollout_ref.rollout"
+_SOURCE, _TRUTH = "data_source", "reward_model.ground_truth"
+PLAN_S = 600.0
+"""A plan reads the heads of all shards: seconds, on storage that answers."""
+_NAMED = "what verl's settings name: model, data, files, modules"
 # Modules that verl 0.9.1 imports and `pip install verl` does not install: module → the name for pip.
 _BESIDES = {
     "sft": {"uvicorn": "uvicorn", "fastapi": "fastapi"},
@@ -114,8 +126,8 @@ _BESIDES = {
 
 def check_verl(
     config: RunConfig, paths: RunPaths, committed: Sequence[CheckpointInfo]
-) -> tuple[list[str], list[str], str]:
-    """Runs all checks; returns the items found good, notes for the user, and what will be trained.
+) -> tuple[list[Finding], str]:
+    """Runs all checks; returns their findings, and what will be trained.
 
     Args:
         config: `trainer.backend: verl`, paths absolute.
@@ -129,45 +141,60 @@ def check_verl(
     if not paths.run_yaml.exists():  # a run that has begun with one continues with it
         refused += switches_as_text(said)
     # Before anything is composed: no other setting helps a run whose shards these ranks cannot read.
-    divided = check_ranks(config, paths, committed)
-    checked, notes = list[str](), [divided] if divided else []
+    with _passing_over("verl's own settings", _NAMED):
+        divided = check_ranks(config, paths, committed)
+    found, unjudged = [*map(warn, filter(None, [divided]))], list[str]()
     if committed and not divided:
-        checked.append(f"{counted(config.distributed.world_size, 'rank')}, as saved")
+        found.append(good(f"{counted(config.distributed.world_size, 'rank')}, as saved"))
+    looks = list[Callable[[], list[Finding]]]()
     if config.slurm.container is None:
-        version = installed_verl()
-        if note := require_usable(version):
-            notes.append(note)
-        else:
-            _require_beside(entry)
-        checked.append(f"verl {version} is installed")
-        composed, doubtful, refused = _composed(config, paths, said, refused)
-        settings, notes = composed.settings, [*notes, *doubtful]
-        if not refused:
-            _require_fewer(config, settings)
-            # A run that has trained with its settings has passed them already: verl's import takes seconds.
-            if entry == "ppo" and not config.trainer.command and not committed:
-                notes += _judged_by_verl(config, composed)
-    else:
+        with _passing_over(_NAMED):
+            found += _installed(entry)
+            composed, doubtful, refused = _composed(config, paths, said, refused)
+        settings, found = composed.settings, [*found, *map(warn, doubtful)]
+        # A run that has trained with its settings has passed them already: verl's import takes seconds.
+        judged_by_verl = entry == "ppo" and not config.trainer.command and not committed
         if refused:
-            raise together(refused)
-        notes.append("not looked at: verl, its engine and its defaults, which are the container's")
-        settings = said_settings(said)
-        require_possible(settings, said)
-        _require_named(entry, said)
-    checked.append("verl's own settings")
+            unjudged = ["verl's own judgement of its settings"] if judged_by_verl else []
+        else:
+            looks = [partial(_require_fewer, config, settings)]
+            looks += [partial(_judged_by_verl, config, composed)] if judged_by_verl else []
+    else:
+        found.append(skipped("verl, its engine and its defaults, which are the container's"))
+        with _passing_over(_NAMED):
+            if refused:
+                raise together(refused)
+            settings = verl_inputs.said_settings(said)
+            require_possible(settings, said)
+            _require_named(entry, said)
+    found.append(good("verl's own settings"))
     # All that is wrong is said at once: each look of the user's is a minute.
     wrong: list[VerlSlurmError] = [*refused]
-    read = list[str]()
-    for look in _looks(config, settings, said, begun=bool(committed)):
+    for look in (*looks, *_looks(config, settings, said, begun=bool(committed))):
         try:
-            good, unseen = look()
+            found += look()
         except VerlSlurmError as error:
             wrong.append(error)
-        else:
-            read, notes = [*read, *good], [*notes, *unseen]
     if wrong:
-        raise together(wrong)
-    return [*checked, *read], notes, _trained(entry, settings, said)
+        raise together(wrong, unjudged)
+    return found, _trained(entry, settings, said)
+
+
+def _installed(entry: Entry) -> list[Finding]:
+    version = installed_verl()
+    unknown = require_usable(version)
+    if not unknown:
+        _require_beside(entry)
+    return [*map(warn, filter(None, [unknown])), good(f"verl {version} is installed")]
+
+
+@contextmanager
+def _passing_over(*names: str) -> Iterator[None]:
+    """Has an error name what is not looked at because of it."""
+    try:
+        yield
+    except VerlSlurmError as error:
+        raise together([error], names) from error.__cause__
 
 
 def _trained(entry: Entry, settings: Mapping[str, Any], said: Mapping[str, Setting]) -> str:
@@ -183,41 +210,46 @@ def _trained(entry: Entry, settings: Mapping[str, Any], said: Mapping[str, Setti
 
 def _looks(
     config: RunConfig, settings: Mapping[str, Any], said: Mapping[str, Setting], *, begun: bool
-) -> Iterator[Callable[[], Found]]:
+) -> Iterator[Callable[[], list[Finding]]]:
     """Yields a check for each thing that verl will read or import. Each may raise."""
     entry = config.trainer.entry
     if entry == "ppo":
         yield partial(_check_engines, config, settings)
-    yield lambda: Found([], check_sizes(entry, settings))
-    inputs = [one for one in inputs_of(entry, settings, said) if one.place != "???"]  # said already
+    yield lambda: [*map(warn, _check_sizes(entry, settings))]
+    inputs = [
+        one for one in verl_inputs.inputs_of(entry, settings, said) if one.place != "???"
+    ]  # said already
     for one in inputs:
         if one.kind != "data":
             yield partial(_check_named_model, one)
-    for key, kind in input_keys(entry).items():
+    for key, kind in verl_inputs.input_keys(entry).items():
         named = [one for one in inputs if one.key == key]
         if kind == "data":
             yield partial(_check_data, config, settings, key, named, begun=begun)
         if "${" in str(value_at(settings, key)):
-            yield partial(Found, [], [f"not looked at: verl.{key}, which the job's environment decides"])
-    for code in files_of(settings):
+            yield partial(list, [skipped(f"verl.{key}, which the job's environment decides")])
+    for code in verl_inputs.files_of(settings):
         yield partial(_check_file, config, code)
-    for key, name in modules_of(settings):
-        yield partial(_check_module, config, key, name)
+    for key, name in verl_inputs.modules_of(settings):
+        yield partial(check_modules, config, [name], f"verl.{key}")
 
 
-def _check_named_model(one: Input) -> Found:
-    if (place := Path(one.place).expanduser()).is_dir():
-        refuse_pointers(path for path in place.iterdir() if path.is_file())
+def _check_named_model(one: verl_inputs.Input) -> list[Finding]:
     if note := check_input(one):
-        return Found([], [note])
-    if any(place.glob("*.safetensors")):
-        return Found([f"verl.{one.key}: config.json and headers of the weights"], [])
-    return Found([f"verl.{one.key}: config.json"], [f"not looked at: the weights of verl.{one.key}: pickles"])
+        return [warn(note)]
+    if any(Path(one.place).expanduser().glob("*.safetensors")):
+        return [good(f"verl.{one.key}: config.json and headers of the weights")]
+    return [good(f"verl.{one.key}: config.json"), skipped(f"the weights of verl.{one.key}: pickles")]
 
 
 def _check_data(
-    config: RunConfig, settings: Mapping[str, Any], key: str, inputs: Sequence[Input], *, begun: bool
-) -> Found:
+    config: RunConfig,
+    settings: Mapping[str, Any],
+    key: str,
+    inputs: Sequence[verl_inputs.Input],
+    *,
+    begun: bool,
+) -> list[Finding]:
     notes, wrong = list[str](), list[VerlSlurmError]()
     for one in inputs:
         try:
@@ -226,20 +258,11 @@ def _check_data(
             wrong.append(error)
     if wrong:
         raise together(wrong)
-    good, unseen = check_verl_data(config, settings, key, inputs, begun=begun)
-    return Found(good, [*notes, *unseen])
+    return [*map(warn, notes), *_check_rows(config, settings, key, inputs, begun=begun)]
 
 
-def _check_module(config: RunConfig, key: str, name: str) -> Found:
-    return check_modules(config, [name], f"verl.{key}")
-
-
-def _judged_by_verl(config: RunConfig, composed: Composed) -> list[str]:
-    """Has verl itself judge its settings, in the ranks' Python; returns notes.
-
-    Raises:
-        ConfigError: verl refuses them; at the start each of its processes would.
-    """
+def _judged_by_verl(config: RunConfig, composed: Composed) -> list[Finding]:
+    """Has verl itself judge its settings, in the ranks' Python."""
     answer, unseen = answer_of_ranks_python(config, _JUDGED_BY_VERL, composed.as_yaml())
     found = key = ""
     try:
@@ -247,7 +270,7 @@ def _judged_by_verl(config: RunConfig, composed: Composed) -> list[str]:
     except msgspec.DecodeError:  # something of the site's prints behind it
         unseen = f"its answer is not understood: {answer[:100]}"
     if unseen:
-        return [f"not looked at: verl's own judgement of its settings: {unseen}"]
+        return [skipped(f"verl's own judgement of its settings: {unseen}")]
     if not found:
         return []
     raise ConfigError(
@@ -265,9 +288,6 @@ def _composed(
 
     Args:
         refused: what is known to be wrong already; all of it is said at once.
-
-    Raises:
-        ConfigError: verl does not take a setting, or a run cannot: nothing was composed.
     """
     entry, notes = config.trainer.entry, list[str]()
     if not config.trainer.command:  # a recipe has files of its own, and may read more keys
@@ -277,15 +297,14 @@ def _composed(
         # Any attempt's number: composing needs one.
         composed = start_settings(config, paths, 1, None)
     except ConfigError as error:
-        known = {one.one_line() for one in refused}
-        raise together([*refused, *(one for one in _each(error) if one.one_line() not in known)]) from error
+        raise together([*refused, error]) from None
     settings = composed.settings
     refused += [
         ConfigError(
             "a setting that verl leaves to its user has no value",
             where=f"verl.{key}",
             found="???",
-            expected=f"one of {', '.join(ENGINES)}" if key.endswith("rollout.name") else None,
+            expected=f"one of {', '.join(verl_inputs.ENGINES)}" if key.endswith("rollout.name") else None,
             remedy=f"set verl.{key}, or write {key}=VALUE after `--`",
         )
         for key in composed.unset
@@ -294,16 +313,9 @@ def _composed(
     return composed, notes, refused
 
 
-def _each(error: ConfigError) -> list[ConfigError]:
-    first = ConfigError(
-        error.what, where=error.where, found=error.found, expected=error.expected, remedy=error.remedy
-    )
-    return [first, *(one for one in error.others if isinstance(one, ConfigError))]
-
-
 def _counts(entry: Entry, settings: Mapping[str, Any], key: str) -> bool:
     """Returns whether verl will read a key: not in a section that is off, nor of a critic that is not there."""
-    if key.startswith("critic.") and not with_critic(entry, settings):
+    if key.startswith("critic.") and not verl_inputs.with_critic(entry, settings):
         return False
     # verl moves a former name to its new place before it reads that.
     if key == "reward.reward_model.rollout.name" and value_at(settings, "reward_model.rollout.name"):
@@ -315,25 +327,23 @@ def _counts(entry: Entry, settings: Mapping[str, Any], key: str) -> bool:
     return True
 
 
-def _check_engines(config: RunConfig, settings: Mapping[str, Any]) -> Found:
+def _check_engines(config: RunConfig, settings: Mapping[str, Any]) -> list[Finding]:
     """Refuses an engine whose package the ranks' Python does not have."""
-    notes = []
-    for key, name in engines_of(settings).items():
-        if package := ENGINES.get(name):
-            notes += check_modules(config, [package], f"verl.{key}={name}").notes
+    found = list[Finding]()
+    for key, name in verl_inputs.engines_of(settings).items():
+        if package := verl_inputs.ENGINES.get(name):
+            found += check_modules(config, [package], f"verl.{key}={name}")
         else:
-            notes.append(
-                f"not looked at: verl.{key}={name}, which is none of verl's engines ({', '.join(ENGINES)})"
+            found.append(
+                skipped(
+                    f"verl.{key}={name}, which is none of verl's engines ({', '.join(verl_inputs.ENGINES)})"
+                )
             )
-    return Found([], notes)
+    return found
 
 
-def _check_file(config: RunConfig, file: CodeFile) -> Found:
-    """Checks a file of code or settings that verl reads.
-
-    Raises:
-        ConfigError, DataError: it is not there, cannot be parsed, lacks what is taken from it, or a module.
-    """
+def _check_file(config: RunConfig, file: verl_inputs.CodeFile) -> list[Finding]:
+    """Checks a file of code or settings that verl reads."""
     where = f"verl.{file.key}"
     # verl gives its default to the new key alone: with the former one the name is empty, and each start fails.
     inside = config.slurm.container is not None
@@ -352,11 +362,9 @@ def _check_file(config: RunConfig, file: CodeFile) -> Found:
         ("model_path", "model.path", "tokenizer_path", "config_path", "adapter_path")
     )
     if takes_hub_names and not place.is_absolute() and _HUB_NAME.fullmatch(file.place) and not place.suffix:
-        note = f"not looked at: {where}, taken for a name of the Hugging Face hub: {file.place}"
-        return Found([], [note])
+        return [skipped(f"{where}, taken for a name of the Hugging Face hub: {file.place}")]
     if not place.exists() and inside:
-        note = f"{where}={file.place}, which this machine does not have: it may be the container's"
-        return Found([], [f"not looked at: {note}"])
+        return [skipped(f"{where}={file.place}, which this machine does not have: it may be the container's")]
     if not place.exists():
         raise DataError(
             "a file that verl reads is not there",
@@ -365,19 +373,14 @@ def _check_file(config: RunConfig, file: CodeFile) -> Found:
             remedy=f"set {where}",
         )
     if place.suffix == ".py":
-        return Found([f"{where}: {place.name}"], check_source(config, where, place, file.name or "").notes)
+        return [good(f"{where}: {place.name}"), *check_source(config, where, place, file.name or "")]
     if place.suffix in (".yaml", ".yml") and file.key.endswith(_OF_CLASSES):
         return _check_classes(config, where, place)
-    return Found([], [f"not looked at: the content of {where}: {file.place}"])
+    return [skipped(f"the content of {where}: {file.place}")]
 
 
-def _check_classes(config: RunConfig, where: str, place: Path) -> Found:
-    """Looks for the modules of the classes that a file of settings names.
-
-    Raises:
-        DataError: it is not YAML.
-        ConfigError: a module is missing.
-    """
+def _check_classes(config: RunConfig, where: str, place: Path) -> list[Finding]:
+    """Looks for the modules of the classes that a file of settings names."""
     try:
         text = read_regular(place, CONFIG, follow=True).decode()
         yaml: Any = YAML(typ="safe", pure=True)
@@ -390,9 +393,8 @@ def _check_classes(config: RunConfig, where: str, place: Path) -> Found:
             found=str(error).partition("\n")[0],
         ) from None
     names = re.findall(r"""["']?(?:class_name|_target_)["']?\s*:\s*["']?([A-Za-z_]\w*)\.[\w.]+""", text)
-    notes = check_modules(config, names, str(place)).notes if names else []
-    unseen = [f"not looked at: whether the classes that {place} names are there"]
-    return Found([f"{where}: {place.name}"], [*notes, *unseen])
+    unseen = skipped(f"whether the classes that {place} names are there")
+    return [good(f"{where}: {place.name}"), *check_modules(config, names, str(place)), unseen]
 
 
 def check_ranks(config: RunConfig, paths: RunPaths, committed: Sequence[CheckpointInfo]) -> str:
@@ -426,7 +428,8 @@ def check_ranks(config: RunConfig, paths: RunPaths, committed: Sequence[Checkpoi
         require_fsdp(source := source_of(path, manifest), now)
         if unseen := user_programs.why_unseen(config):
             return f"not looked at: whether {path.name} of {ranks} ranks can be divided among {now}: {unseen}"
-        plan = plan_source(source, now, partial(ranks_python, config, contained_argv))
+        end = partial(_end_late, time.monotonic() + PLAN_S)
+        plan = plan_source(source, now, partial(ranks_python, config, contained_argv), end)
         require_room(source, plan, paths.resharded.checkpoints)
     except ConfigError as error:
         # Megatron's has a merger of its own, which the error names.
@@ -439,6 +442,14 @@ def check_ranks(config: RunConfig, paths: RunPaths, committed: Sequence[Checkpoi
             expected=f"{ranks}",
             remedy=remedy if megatron else way_out(own, config.trainer.entry, ranks),
         ) from error
+    except _TooLate:
+        raise ConfigError(
+            "whether verl's checkpoint can be divided is not known in time",
+            where=own,
+            found=f"no plan for {now} ranks after {PLAN_S:.0f} s",
+            remedy=f"see whether its storage and the ranks' Python answer, or keep {ranks} ranks "
+            f"(distributed.dp_size={ranks})",
+        ) from None
     # The lead verifies every byte, sets a damaged one aside and says so.
     except (CheckpointCorrupt, SchemaMismatch, OSError):
         return ""
@@ -448,16 +459,22 @@ def check_ranks(config: RunConfig, paths: RunPaths, committed: Sequence[Checkpoi
     )
 
 
-def _require_fewer(config: RunConfig, settings: Mapping[str, Any]) -> None:
+class _TooLate(Exception):
+    pass
+
+
+def _end_late(deadline_s: float, _num_bytes: int) -> None:
+    if time.monotonic() > deadline_s:
+        raise _TooLate
+
+
+def _require_fewer(config: RunConfig, settings: Mapping[str, Any]) -> list[Finding]:
     """Refuses `distributed.min_nodes` where verl could not go on with each number of nodes that it allows. verl finds
     out at a start, and the run would end at its first lost node.
-
-    Raises:
-        ConfigError: the setting, and the number of ranks.
     """
     entry, policy = config.trainer.entry, "actor_rollout_ref"
     if config.distributed.min_nodes is None:
-        return
+        return []
 
     def at(key: str) -> int:
         value = value_at(settings, key)
@@ -468,7 +485,7 @@ def _require_fewer(config: RunConfig, settings: Mapping[str, Any]) -> None:
     parts: list[str] = []
     strategies = ["engine.strategy"]
     if entry == "ppo":
-        roles = [f"{policy}.actor", *(["critic"] if with_critic(entry, settings) else [])]
+        roles = [f"{policy}.actor", *(["critic"] if verl_inputs.with_critic(entry, settings) else [])]
         strategies = [f"{role}.strategy" for role in roles]
         products |= {f"{role}.ppo_mini_batch_size": samples for role in roles}
         parts = [
@@ -492,14 +509,11 @@ def _require_fewer(config: RunConfig, settings: Mapping[str, Any]) -> None:
                 expected="FSDP, and sizes that can be divided among each number of ranks",
                 remedy="set distributed.min_nodes=null, or sizes that fit",
             )
+    return []
 
 
 def _elsewhere(path: Path) -> tuple[Path, int, int] | None:
-    """Returns a checkpoint of another run. An unreadable manifest is left to the lead, which reports what is wrong.
-
-    Raises:
-        ConfigError: it is a step of plain verl, which has no manifest.
-    """
+    """Returns a checkpoint of another run. An unreadable manifest is left to the lead, which reports what is wrong."""
     if step_of(path.name) is not None and not (path / MANIFEST).exists():
         raise ConfigError(
             "a checkpoint of plain verl has to be taken over first",
@@ -517,12 +531,8 @@ def _elsewhere(path: Path) -> tuple[Path, int, int] | None:
 
 
 def _require_named(entry: Entry, said: Mapping[str, Setting]) -> None:
-    """Requires the inputs in the user's words if no verl can be asked for its defaults.
-
-    Raises:
-        DataError: the user leaves one of them to verl.
-    """
-    for key, kind in input_keys(entry).items():
+    """Requires the inputs in the user's words if no verl can be asked for its defaults."""
+    for key, kind in verl_inputs.input_keys(entry).items():
         # verl's defaults for the others are paths in the home directories of its examples' authors.
         optional = key == "critic.model.path" or (entry == "sft" and key == "data.val_files")
         if key not in said and not optional:
@@ -535,11 +545,7 @@ def _require_named(entry: Entry, said: Mapping[str, Setting]) -> None:
 
 
 def _require_beside(entry: Entry) -> None:
-    """Requires what verl's trainer imports, of a release whose imports are known; another one may need others.
-
-    Raises:
-        ConfigError: a package is missing.
-    """
+    """Requires what verl's trainer imports, of a release whose imports are known; another one may need others."""
     # find_spec imports none of them.
     missing = [pip for module, pip in _BESIDES[entry].items() if importlib.util.find_spec(module) is None]
     if missing:
@@ -551,7 +557,7 @@ def _require_beside(entry: Entry) -> None:
         )
 
 
-def check_input(one: Input) -> str:
+def check_input(one: verl_inputs.Input) -> str:
     """Raises DataError if the input does not exist; else returns a note about it.
 
     Args:
@@ -559,7 +565,7 @@ def check_input(one: Input) -> str:
     """
     place = Path(one.place).expanduser()
     # From what cannot be looked at here to what must exist: a URL and a name of the hub look like relative paths.
-    if is_remote(one.place):
+    if verl_inputs.is_remote(one.place):
         return f"verl.{one.key}: {one.place} is not on a file system; nobody looked whether it is there"
     if one.kind == "model" and not place.exists() and _HUB_NAME.fullmatch(one.place):
         return f"verl.{one.key}: {one.place} is taken for a name of the Hugging Face hub, which every node must reach"
@@ -584,13 +590,11 @@ def check_input(one: Input) -> str:
     return ""
 
 
-def _check_model(one: Input, place: Path) -> None:
+def _check_model(one: verl_inputs.Input, place: Path) -> None:
     remedy = (
         f"set verl.{one.key} to a directory made by save_pretrained, or to a name of the Hugging Face hub"
     )
-    refuse_adapter(f"verl.{one.key}", place)
-    if not (place / "config.json").is_file():
-        raise DataError("not a model directory", where=place, expected="config.json in it", remedy=remedy)
+    require_model(f"verl.{one.key}", place, remedy)
     # What from_pretrained finds: safetensors, or pickles, which verl itself reads.
     if not any(place.glob("*.safetensors")) and not any(place.glob("*.bin")):
         raise DataError("the model directory has no weights", where=place, remedy=remedy)
@@ -604,9 +608,267 @@ def _check_model(one: Input, place: Path) -> None:
         raise DataError(
             "verl cannot train this model", where=place, found=found, expected=expected, remedy=remedy
         )
-    # Headers and lengths alone; a file that was cut off ends each start of verl.
-    for path in sorted(place.glob("*.safetensors")):
-        if complaint := weights_problem(path):
-            raise DataError(
-                "the weights are damaged", where=path, found=complaint, remedy="copy that file again"
+    # A file that was cut off ends each start of verl.
+    require_whole_weights(place)
+
+
+def _check_sizes(entry: Entry, settings: Mapping[str, Any]) -> list[str]:
+    """Refuses a mini-batch that is larger than its batch: verl would end at its first update. Returns notes."""
+    batch = value_at(settings, "data.train_batch_size")
+    roles = ["actor_rollout_ref.actor", *(["critic"] if verl_inputs.with_critic(entry, settings) else [])]
+    for role in roles if entry == "ppo" and isinstance(batch, int) else []:
+        size = value_at(settings, f"{role}.ppo_mini_batch_size")
+        if isinstance(size, int) and size > batch:
+            raise ConfigError(
+                "a mini-batch of verl's is larger than the batch",
+                where=f"verl.{role}.ppo_mini_batch_size",
+                found=f"{size}, and data.train_batch_size={batch}",
+                expected=f"at most {batch}",
+                remedy="lower it, or raise verl.data.train_batch_size",
             )
+    estimator = value_at(settings, "algorithm.adv_estimator")
+    if _OF_GROUPS.match(str(estimator)) and value_at(settings, "actor_rollout_ref.rollout.n") == 1:
+        alone = "compares the responses to a prompt; of a single one the advantage is its raw reward"
+        return [f"verl.actor_rollout_ref.rollout.n is 1: {estimator} {alone}"]
+    return []
+
+
+def _check_rows(
+    config: RunConfig,
+    settings: Mapping[str, Any],
+    key: str,
+    inputs: Sequence[verl_inputs.Input],
+    *,
+    begun: bool,
+) -> list[Finding]:
+    """Checks the files of `data.train_files` or `data.val_files` that are on this machine.
+
+    Args:
+        inputs: of the key, each of which exists or is elsewhere.
+        begun: the run has trained on this data: missing shards are a note.
+    """
+    places = [Path(one.place).expanduser() for one in inputs]
+    where, there = f"verl.{key}", [place for place in places if place.exists()]
+    if not there:
+        return []
+    files = [file for place in there for file in _files_below(place)]
+    notes = _refuse_partial(where, files, begun=begun)
+    entry: Entry = config.trainer.entry
+    odd = [place for place in there if entry == "ppo" and place.is_dir()]
+    odd += [file for file in files if file.suffix not in (_SUFFIXES if entry == "ppo" else _SUFFIXES[:1])]
+    if unknown := _why_unknown(config, settings):
+        return [*map(warn, notes), skipped(f"the rows of {where}: {unknown}")]
+    if odd and entry == "ppo":
+        raise DataError(
+            "verl does not read such a file",
+            where=f"{where}: {odd[0]}",
+            found="a directory" if odd[0].is_dir() else None,
+            expected=", ".join(f"*{suffix}" for suffix in _SUFFIXES),
+            remedy=f"set {where} to such files",
+        )
+    if odd:
+        return [*map(warn, notes), skipped(f"the rows of {where}: {odd[0]} is not called *.parquet")]
+    messages = value_at(settings, f"data.{'prompt_key' if entry == 'ppo' else 'messages_key'}")
+    messages = messages if isinstance(messages, str) else "prompt" if entry == "ppo" else "messages"
+    reward, unseen = _reward(config, settings)
+    found = [*map(warn, notes), *unseen]
+    keys = [messages, *([_SOURCE, _TRUTH] if reward.reads_rows else [])]
+    wanted = WantedRows(
+        files=list(map(str, files)),
+        keys=keys,
+        messages=messages,
+        texts=_SOURCE if reward.reads_rows else "",
+        also=["extra_info"],
+    )
+    rows = look_at_files(wanted, where)
+    if isinstance(rows, str):
+        return [*found, skipped(f"the rows of {where}: {rows}")]
+    _refuse_rows(entry, where, rows, messages, reward)
+    if key == "data.train_files" and there == places:
+        _refuse_too_few(config, settings, rows)
+    if reward.reads_rows and reward.is_default:
+        found += _refuse_unrewarded(config, where, rows)
+    if not rows.whole:
+        found.append(warn(f"{where}: only the first {rows.rows} rows were looked at"))
+    elsewhere = f" ({len(places) - len(there)} more elsewhere)" if there != places else ""
+    number = counted(rows.rows, "row") if rows.whole else f"more than {counted(rows.rows, 'row')}"
+    told = f"{where}: {counted(len(files), 'file')}{elsewhere}, {number} with {', '.join(keys)}"
+    return [good(told), *found]
+
+
+def _files_below(place: Path) -> Iterator[Path]:
+    # pandas reads a directory as one table.
+    if place.is_dir():
+        yield from sorted(path for path in place.rglob("*") if path.is_file() and path.name[0] not in "._")
+    else:
+        yield place
+
+
+def _refuse_partial(where: str, files: Sequence[Path], *, begun: bool) -> list[str]:
+    notes = []
+    for folder in dict.fromkeys(file.parent for file in files):
+        own = [file.name for file in files if file.parent == folder]
+        names = os.listdir(folder)
+        remedy = f"copy or download them, and name all in {where}; to use a part, give its files other names"
+        # The user has listed the files: a download of one that is not listed is none of theirs.
+        notes += refuse_partial(folder, own, names, own.__contains__, remedy=remedy, known=begun, key=where)
+        # Those that are there and are not listed: the list is the user's word.
+        notes += refuse_partial(folder, own, own, lambda _: False, remedy=remedy, known=True, key=where)
+    return list(dict.fromkeys(notes))
+
+
+def _why_unknown(config: RunConfig, settings: Mapping[str, Any]) -> str:
+    """Returns why it is not known what verl reads of the rows; empty: it is known."""
+    if config.slurm.container is not None:
+        return "verl is the container's"
+    if config.trainer.command:
+        return "trainer.command reads them"
+    if own := value_at(settings, "data.custom_cls.path"):
+        return f"the class of {own} reads them"
+    if importlib.util.find_spec("pyarrow") is None:
+        return "pyarrow is not installed here"
+    return ""
+
+
+class _Reward(NamedTuple):
+    reads_rows: bool
+    """A function gets `data_source` and the ground truth of each row."""
+    is_default: bool = False
+    """It is verl's own."""
+
+
+def _reward(config: RunConfig, settings: Mapping[str, Any]) -> tuple[_Reward, list[Finding]]:
+    """Returns what gives the rewards, and what is not known of it."""
+    if config.trainer.entry != "ppo":
+        return _Reward(reads_rows=False), []
+    manager = value_at(settings, "reward.reward_manager.name") or "naive"
+    manager = value_at(settings, "reward_model.reward_manager") or manager
+    imported = value_at(settings, "reward.reward_manager.source") == "importlib"
+    unknown = f"the reward manager {manager}" if imported or manager not in _MANAGERS else ""
+    if loops := value_at(settings, f"{_ROLLOUT}.agent.agent_loop_config_path"):
+        unknown = f"the agent loops of {loops}"
+    if unknown:
+        unseen = skipped(f"which columns of verl's data the reward reads, which {unknown} may decide")
+        return _Reward(reads_rows=False), [unseen]
+    own = any(value_at(settings, f"{above}custom_reward_function.path") for above in ("", "reward."))
+    model = any(value_at(settings, f"{above}reward_model.enable") for above in ("", "reward."))
+    return _Reward(reads_rows=own or not model, is_default=not own), []
+
+
+def _refuse_rows(entry: Entry, where: str, rows: Rows, messages: str, reward: _Reward) -> None:
+    if not rows.rows:
+        raise DataError("verl's data files hold no row", where=where, remedy=f"set {where}")
+    for key, (place, found) in rows.lacking.items():
+        # A function of the user's may know what a null means.
+        if key != messages and not reward.is_default and not found.startswith("keys "):
+            continue
+        named = f"set verl.data.{'prompt_key' if entry == 'ppo' else 'messages_key'}"
+        managed = "set a reward manager of your own (verl.reward.reward_manager)"
+        raise DataError(
+            "a row lacks what verl reads",
+            where=f"{where}: {place}",
+            found=found,
+            expected=f"a value under {key!r}",
+            remedy=f"write it into the rows, or {named if key == messages else managed}",
+        )
+    if rows.no_messages is not None:
+        place, found = rows.no_messages
+        raise DataError(
+            "a row holds no conversation",
+            where=f"{where}: {place}",
+            found=found,
+            expected=f"a list of {{role, content}} under {messages!r}",
+            remedy="write it as one: verl gives it to the model's chat template",
+        )
+
+
+def _refuse_too_few(config: RunConfig, settings: Mapping[str, Any], rows: Rows) -> None:
+    """Refuses fewer rows than one batch: verl drops what does not fill one, and would take no step."""
+    sizes = {key: value_at(settings, f"data.{key}") for key in ("train_batch_size", "gen_batch_size")}
+    most = value_at(settings, "data.train_max_samples")
+    num = min(rows.rows, most) if isinstance(most, int) and most > 0 else rows.rows
+    for key, size in sizes.items():
+        if not isinstance(size, int):
+            continue
+        if config.trainer.entry == "sft":  # its ranks cut both down to what they can divide
+            size -= size % config.distributed.world_size
+        if (rows.whole or num < rows.rows) and num < size:
+            raise ConfigError(
+                "verl has fewer rows than one batch, so it would take no step",
+                where=f"verl.data.{key}",
+                found=f"{size}, and {counted(num, 'row')} in data.train_files",
+                expected=f"at most {num}",
+                remedy=f"lower verl.data.{key}, or give more rows",
+            )
+
+
+def _refuse_unrewarded(config: RunConfig, where: str, rows: Rows) -> list[Finding]:
+    """Refuses a data source for which verl has no reward; returns what could not be told."""
+    table = _rewards_of_verl(config)
+    if table is None:
+        return [skipped(f"whether verl has a reward for {_SOURCE} {', '.join(sorted(rows.texts)[:4])}")]
+    sources, beginnings = table
+    for text, place in rows.texts.items():
+        if text not in sources and not text.startswith(beginnings):
+            known = [*sorted(sources), *(f"{word}..." for word in beginnings)]
+            raise DataError(
+                "verl has no reward for this data",
+                where=f"{where}: {place}",
+                found=f"{_SOURCE} {text[:60]!r}",
+                expected=f"a reward function of yours, or one of {', '.join(known)}",
+                remedy="set verl.reward.custom_reward_function.path and verl.reward.custom_reward_function.name",
+            )
+    if len(rows.texts) >= MOST_TEXTS:
+        return [skipped(f"more than {MOST_TEXTS} values of {_SOURCE} in {where}")]
+    return []
+
+
+def _rewards_of_verl(config: RunConfig) -> tuple[set[str], tuple[str, ...]] | None:
+    """Returns the data sources that the installed verl has rewards for: whole, and how they begin. It is read and not
+    imported; None: it is not there, or is not written as in the releases that are known.
+    """
+    search = ranks_search(config)
+    spec = PathFinder.find_spec("verl", search) if search else None
+    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
+        try:
+            tree = ast.parse(
+                read_regular(Path(folder) / "utils/reward_score/__init__.py", SOURCE, follow=True)
+            )
+        except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
+            return None
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and node.name == "default_compute_score":
+                branch = next((part for part in node.body if isinstance(part, ast.If)), None)
+                return None if branch is None else _table(branch)
+    return None
+
+
+def _table(branch: ast.If) -> tuple[set[str], tuple[str, ...]] | None:
+    sources, beginnings = set[str](), list[str]()
+    rest: list[ast.stmt] = [branch]
+    while rest and isinstance(rest[0], ast.If):
+        test = rest[0].test
+        for part in test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or) else [test]:
+            match part:
+                case ast.Compare(
+                    left=ast.Name(id="data_source"),
+                    ops=[ast.Eq()],
+                    comparators=[ast.Constant(value=str(text))],
+                ):
+                    sources.add(text)
+                case ast.Compare(
+                    left=ast.Name(id="data_source"),
+                    ops=[ast.In()],
+                    comparators=[ast.List(elts=some) | ast.Tuple(elts=some) | ast.Set(elts=some)],
+                ) if all(isinstance(one, ast.Constant) for one in some):
+                    sources |= {str(one.value) for one in some if isinstance(one, ast.Constant)}
+                case ast.Call(
+                    func=ast.Attribute(value=ast.Name(id="data_source"), attr="startswith"),
+                    args=[ast.Constant(value=str(text))],
+                ):
+                    beginnings.append(text)
+                case _:
+                    return None
+        rest = rest[0].orelse
+    # Without an error at the end, what is not named has a reward as well.
+    return (sources, tuple(beginnings)) if rest and isinstance(rest[0], ast.Raise) else None

@@ -1,4 +1,8 @@
-"""Looks at a node's GPUs before ranks use them: by `nvidia-smi`, and by the kernel's log.
+"""Looks at this node before ranks use it: `python -P -m verl_slurm.checks.node_look ORDER`, a process that may hang in
+place of an agent.
+
+Prints one JSON line `{"begins": CHECK}` before each check, and at last one line with a list of `Finding`. An agent that
+loses patience judges by the check that had begun.
 
 nvidia-smi comes with every driver; it is NVML as a process, so a driver that hangs or crashes takes no process of ours
 along. Its exit codes are those of nvidia-smi(1), RETURN VALUE. Errors of the kernel's driver (Xid) are lines of the
@@ -9,13 +13,17 @@ import csv
 import os
 import re
 import shutil
-import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
+import msgspec
+
 from verl_slurm.base.one_line import counted, printable
-from verl_slurm.health import Finding, bad, good, skipped
+from verl_slurm.checks import Check, Finding, ProcessOutput, bad, good, run_checks, run_to_end, skipped
 
 KERNEL_LOG = Path("/dev/kmsg")
 _SMI_S = 15.0
@@ -29,14 +37,12 @@ _COLUMNS = (
     "remapped_rows.failure",
     "retired_pages.pending",
 )
-_SILENT = 256
-"""Beside the exit codes of processes."""
-_BROKEN = {
+_BROKEN: dict[int | None, str] = {
     8: "a GPU has no external power",
     9: "the driver is not loaded",
     10: "the kernel has an interrupt problem with a GPU",
     15: "a GPU has fallen off the bus",
-    _SILENT: "the driver does not answer",
+    None: "the driver does not answer",
 }
 """nvidia-smi's exit codes that speak against the node. Others, such as no permission, do not."""
 _LEAVES_S = 5.0
@@ -68,56 +74,140 @@ def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(word.strip() for word in said.split(",") if word.strip() not in ("", "NoDevFiles", "-1"))
 
 
-def look_at_gpus(
-    begins: Callable[[str], None],
-    environ: Mapping[str, str],
-    *,
-    required: bool,
-    foreign: bool,
-    kernel_log: Path = KERNEL_LOG,
-) -> list[Finding]:
-    """Runs the checks; may take long, or never end, if the driver hangs.
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """The checks that are wanted.
+
+    Attributes:
+        gpus_required: the run demands GPUs (`distributed.device: cuda`).
+        foreign_processes: whether processes on the GPUs speak against the node.
+        places: directories and files that the lead sees.
+    """
+
+    gpus: bool
+    gpus_required: bool = False
+    foreign_processes: bool = True
+    min_free_mb: int = 0
+    places: tuple[str, ...] = ()
+
+
+class NodeProbes:
+    """What the checks of a node ask it, each thing once. May take long, or never end, if the driver hangs.
 
     Args:
-        begins: told the name of each check before it.
-        required: the run demands GPUs (`distributed.device: cuda`).
-        foreign: whether processes on the GPUs speak against the node.
+        environ: of the job.
+        leaves_s: how long a process that is on a GPU may take to leave.
     """
-    begins("GPUs")
-    visible = visible_gpus(environ)
-    program = shutil.which("nvidia-smi", path=environ.get("PATH"))
-    if not visible and not required:
-        return [skipped("GPUs", "the job has none")]
-    if program is None:
-        return [skipped("GPUs", "there is no nvidia-smi")]
-    asked = _ask(program, f"--query-gpu={','.join(_COLUMNS)}")
-    if asked.returncode:
-        said = printable((asked.stderr or asked.stdout).strip()[:200])
-        if broken := _BROKEN.get(asked.returncode):
-            return [bad("GPUs", f"nvidia-smi: {broken}: {said}")]
-        return [skipped("GPUs", f"nvidia-smi ended with {asked.returncode}: {said}")]
-    rows = _rows(asked.stdout)
-    found = [judge_gpus(rows, visible)]
-    mine = _mine(rows, visible)
-    begins("kernel log")
-    found.append(_look_at_log(kernel_log, [row["pci.bus_id"] for row in mine]))
-    begins("GPU processes")
-    # Without the job's own GPUs any process there may be a neighbour's.
-    if foreign and visible:
-        found.append(_look_at_processes(program, [row["uuid"] for row in mine]))
-    return found
+
+    def __init__(
+        self,
+        order: Order,
+        environ: Mapping[str, str] = os.environ,
+        kernel_log: Path = KERNEL_LOG,
+        leaves_s: float = _LEAVES_S,
+    ) -> None:
+        self.order, self.kernel_log, self.leaves_s = order, kernel_log, leaves_s
+        self.visible = visible_gpus(environ)
+        self.program = shutil.which("nvidia-smi", path=environ.get("PATH"))
+
+    @cached_property
+    def gpus(self) -> list[dict[str, str]] | Finding:
+        """All GPUs of the node by the columns of nvidia-smi; or why they are not known."""
+        if not self.visible and not self.order.gpus_required:
+            return skipped("GPUs", "the job has none")
+        if self.program is None:
+            return skipped("GPUs", "there is no nvidia-smi")
+        asked = _ask(self.program, f"--query-gpu={','.join(_COLUMNS)}")
+        if asked.exit_code == 0:
+            return _rows(asked.out)
+        said = printable((asked.err or asked.out).strip()[:200])
+        if broken := _BROKEN.get(asked.exit_code):
+            return bad("GPUs", f"nvidia-smi: {broken}: {said}")
+        return skipped("GPUs", f"nvidia-smi ended with {asked.exit_code}: {said}")
+
+    def mine(self, column: str) -> list[str] | None:
+        """Returns a column of the job's GPUs; None: they are not known."""
+        if isinstance(self.gpus, Finding):
+            return None
+        return [row[column] for row in _mine(self.gpus, self.visible)]
 
 
-def _ask(program: str, query: str) -> subprocess.CompletedProcess[str]:
-    words = [program, query, "--format=csv,noheader,nounits"]
+def _look_at_room(node: NodeProbes) -> list[Finding]:
+    # The node's own temporary directory. A full run directory is no fault of a node.
+    place = tempfile.gettempdir()
     try:
-        return subprocess.run(
-            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SMI_S, check=False
-        )
+        free_mb = shutil.disk_usage(place).free >> 20
     except OSError as error:
-        return subprocess.CompletedProcess(words, 127, "", str(error))
-    except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(words, _SILENT, "", f"{_SMI_S:.0f} s")
+        return [bad("room", f"{place}: {error.strerror}")]
+    said = f"{free_mb} MiB free in {place}"
+    if free_mb < node.order.min_free_mb:
+        # Any user of the node can fill it, and remove the files a moment later.
+        return [bad("room", f"{said}, at least {node.order.min_free_mb}", passing=True)]
+    return [good("room", said)]
+
+
+def _look_at_mounts(node: NodeProbes) -> list[Finding]:
+    # RUN is not among them: an agent that found its lead has read the lead's token there.
+    missing = []
+    for place in node.order.places:
+        try:
+            os.stat(place)
+        except OSError as error:
+            missing.append(f"{place}: {error.strerror}")
+    return [bad("mounts", "; ".join(missing)) if missing else good("mounts", ", ".join(node.order.places))]
+
+
+def _look_at_gpus(node: NodeProbes) -> list[Finding]:
+    return [node.gpus if isinstance(node.gpus, Finding) else judge_gpus(node.gpus, node.visible)]
+
+
+def _look_at_log(node: NodeProbes) -> list[Finding]:
+    if (bus_ids := node.mine("pci.bus_id")) is None:
+        return []
+    try:
+        records = _read_log(node.kernel_log)
+    except OSError as error:
+        return [skipped("kernel log", f"{node.kernel_log}: {error.strerror}")]
+    return [judge_kernel_log(records, bus_ids, time.clock_gettime(time.CLOCK_MONOTONIC))]
+
+
+def _look_at_processes(node: NodeProbes) -> list[Finding]:
+    uuids = node.mine("uuid")
+    # Without the job's own GPUs any process there may be a neighbour's.
+    if uuids is None or not node.visible or node.program is None:
+        return []
+    until = time.monotonic() + node.leaves_s
+    while True:
+        asked = _ask(node.program, "--query-compute-apps=gpu_uuid,pid")
+        if asked.exit_code != 0:
+            return [skipped("GPU processes", f"nvidia-smi ended with {asked.exit_code}")]
+        found = judge_processes(asked.out, uuids, _owner)
+        if found.verdict != "bad" or time.monotonic() > until:
+            return [found]
+        time.sleep(0.5)  # nothing tells when the driver has freed the memory
+
+
+CHECKS: tuple[Check[NodeProbes], ...] = (
+    Check("room", ("node",), _look_at_room, concerns=lambda node: node.order.min_free_mb > 0),
+    Check("mounts", ("node",), _look_at_mounts, concerns=lambda node: bool(node.order.places)),
+    Check("GPUs", ("node", "doctor"), _look_at_gpus, concerns=lambda node: node.order.gpus),
+    Check("kernel log", ("node", "doctor"), _look_at_log, concerns=lambda node: node.order.gpus),
+    Check(
+        "GPU processes",
+        ("node", "doctor"),
+        _look_at_processes,
+        concerns=lambda node: node.order.gpus and node.order.foreign_processes,
+    ),
+)
+"""The looks at a node. Its agent judges the clock besides, which a child could not (`judge_clock`)."""
+OF_DRIVER = ("GPUs", "GPU processes")
+"""Those that wait for a GPU's driver: one that does not end is bad."""
+
+
+def _ask(program: str, query: str) -> ProcessOutput:
+    try:
+        return run_to_end([program, query, "--format=csv,noheader,nounits"], _SMI_S)
+    except OSError as error:
+        return ProcessOutput(127, "", str(error))
 
 
 def _rows(text: str) -> list[dict[str, str]]:
@@ -160,18 +250,6 @@ def judge_gpus(rows: Sequence[Mapping[str, str]], visible: Sequence[str]) -> Fin
     return good("GPUs", f"{counted(len(_mine(rows, visible)), 'GPU')} without memory errors")
 
 
-def _look_at_processes(program: str, uuids: Sequence[str]) -> Finding:
-    until = time.monotonic() + _LEAVES_S
-    while True:
-        asked = _ask(program, "--query-compute-apps=gpu_uuid,pid")
-        if asked.returncode:
-            return skipped("GPU processes", f"nvidia-smi ended with {asked.returncode}")
-        found = judge_processes(asked.stdout, uuids, _owner)
-        if found.verdict != "bad" or time.monotonic() > until:
-            return found
-        time.sleep(0.5)  # nothing tells when the driver has freed the memory
-
-
 def judge_processes(text: str, uuids: Sequence[str], owner: Callable[[int], str]) -> Finding:
     """Judges `nvidia-smi --query-compute-apps=gpu_uuid,pid`, at a time when no rank of ours runs.
 
@@ -193,14 +271,6 @@ def _owner(pid: int) -> str:
         return f" of uid {os.stat(f'/proc/{pid}').st_uid}"
     except OSError:  # of another container, or gone
         return ""
-
-
-def _look_at_log(path: Path, bus_ids: Sequence[str]) -> Finding:
-    try:
-        records = _read_log(path)
-    except OSError as error:
-        return skipped("kernel log", f"{path}: {error.strerror}")
-    return judge_kernel_log(records, bus_ids, time.clock_gettime(time.CLOCK_MONOTONIC))
 
 
 def _read_log(path: Path) -> list[str]:
@@ -251,3 +321,32 @@ def judge_kernel_log(records: Iterable[str], bus_ids: Sequence[str], now_s: floa
 def _place(bus_id: str) -> str:
     """Returns bus and device: the domain has four digits here and eight there, and the function may be missing."""
     return ":".join(bus_id.lower().partition(".")[0].split(":")[-2:])
+
+
+def judge_clock(ahead_s: float | None, most_s: float) -> list[Finding]:
+    """Judges a node's clock.
+
+    Args:
+        ahead_s: this clock minus Slurm's; None: not known.
+    """
+    if not most_s:
+        return []
+    if ahead_s is None:
+        return [skipped("clock", "the lead did not tell the time")]
+    said = f"{abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} Slurm's"
+    return [bad("clock", said) if abs(ahead_s) > most_s else good("clock", said)]
+
+
+def main(order: Order) -> int:
+    found = run_checks(CHECKS, "node", NodeProbes(order), begins=lambda check: _print({"begins": check}))
+    _print(found.findings)
+    return 0
+
+
+def _print(value: object) -> None:
+    sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main(msgspec.json.decode(sys.argv[1], type=Order)))

@@ -1,4 +1,4 @@
-"""The job of a fire drill: `python -m verl_slurm.doctor.drill_job (batch|node) DIR`. It records what happens to it.
+"""The job of a fire drill: `python -m verl_slurm.checks.drill_job (batch|node) DIR`. It records what happens to it.
 
 The batch process starts one step with a process on each node. Then it and these processes all do the same. Each
 blocks all signals that Slurm may send, takes them one by one, and records them, with a sign of life every 0.2 s. It
@@ -16,23 +16,135 @@ DIR/over               made by the drill: the job ends
 """
 
 import os
+import platform
+import resource
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import threading
 import time
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
 
 from verl_slurm.base.files import write_file
-from verl_slurm.doctor.node_probe import ClockServer, ask_clock, look_at_node
+from verl_slurm.checks import Finding, run_checks
+from verl_slurm.checks.node_look import CHECKS, NodeProbes, Order
+from verl_slurm.checks.storage_probe import PlaceReport, probe_place
 
 _TAKEN = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT, signal.SIGHUP)
 _BEAT_S = 0.2
 _AT_MOST_S = 600.0
 _CLOCK_PATIENCE_S = 30.0
+
+_PACKAGES = ("verl-slurm", "torch", "transformers", "vllm", "msgpack", "zstandard", "numpy")
+_TIME = struct.Struct("!d")
+_PATIENCE_S = 10.0
+_LOCAL_BYTES = 16 << 20
+
+
+class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The report of one node."""
+
+    node: str
+    python: str
+    packages: dict[str, str]
+    driver: str
+    """NVIDIA's driver version; empty: none."""
+    num_gpus: int
+    open_files: int
+    """The soft limit (`ulimit -n`)."""
+    shm_free_bytes: int
+    problem: str = ""
+    """Why node 0 could not be reached; empty: it was, or this is node 0."""
+    clock_offset_s: float | None = None
+    """Node 0's clock minus this one's, in seconds. None: node 0, or not reached."""
+    round_trip_s: float | None = None
+    gpus: tuple[Finding, ...] = ()
+    """What a run's agent would find of the GPUs (`checks.node_look`)."""
+    local: PlaceReport | None = None
+    """checkpoint.local_dir, if one is configured."""
+
+
+def look_at_node(node: str, local_dir: str) -> NodeReport:
+    """Collects everything except the exchange with node 0."""
+    driver = Path("/proc/driver/nvidia/version")
+    gpus = Path("/proc/driver/nvidia/gpus")
+    return NodeReport(
+        node=node,
+        python=platform.python_version(),
+        packages={name: found for name in _PACKAGES if (found := _version(name))},
+        driver=driver.read_text().split("\n", 1)[0] if driver.exists() else "",
+        num_gpus=len(list(gpus.iterdir())) if gpus.is_dir() else 0,
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        shm_free_bytes=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0,  # noqa: S108
+        gpus=tuple(run_checks(CHECKS, "doctor", NodeProbes(Order(gpus=True))).findings),
+        local=probe_place(Path(local_dir), _LOCAL_BYTES) if local_dir else None,
+    )
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+class ClockServer:
+    """Node 0's server: answers each connection with eight bytes, the time. Publishes `HOST PORT` in a file.
+
+    One exchange shows that ports are open between nodes, and how far the clocks are apart. The offset is their clock
+    minus the middle of the question, as in NTP (RFC 5905, section 8); its error is at most half the round trip.
+    """
+
+    def __init__(self, address: Path, host: str) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        # On all interfaces: on the node itself, its name may mean 127.0.1.1. It tells the time and nothing else.
+        self._socket = socket.create_server(("", 0), family=family)
+        write_file(address, f"{host} {self._socket.getsockname()[1]}".encode())
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                peer, _ = self._socket.accept()
+                with peer:
+                    peer.settimeout(_PATIENCE_S)
+                    peer.sendall(_TIME.pack(time.time()))
+            except OSError:
+                # Closed by `close`; any other error is one peer's.
+                if self._socket.fileno() < 0:
+                    return
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def ask_clock(address: str) -> tuple[float, float]:
+    """Returns (offset, round trip) in seconds.
+
+    Args:
+        address: `HOST PORT`, as node 0 published it.
+
+    Raises:
+        OSError: it cannot be reached, or gives another answer.
+    """
+    host, _, port = address.rpartition(" ")
+    # The round trip by the steady clock; the wall clock may be set in between.
+    began, asked = time.perf_counter(), time.time()
+    with socket.create_connection((host, int(port)), timeout=_PATIENCE_S) as link:
+        said = b""
+        while len(said) < _TIME.size:
+            more = link.recv(_TIME.size - len(said))
+            if not more:
+                raise OSError("closed without an answer")
+            said += more
+    took = time.perf_counter() - began
+    return _TIME.unpack(said)[0] - (asked + took / 2), took
 
 
 def main(argv: list[str]) -> int:
@@ -72,7 +184,7 @@ def _node(directory: Path, node_id: int, local_dir: str) -> int:
     address, server = directory / "clock", None
     if node_id == 0:
         # Listens before its address is published by the file.
-        server = ClockServer(address, _own_address())
+        server = ClockServer(address, own_address())
     else:
         try:
             offset, took = ask_clock(_published(address))
@@ -87,7 +199,7 @@ def _node(directory: Path, node_id: int, local_dir: str) -> int:
     return 0
 
 
-def _own_address() -> str:
+def own_address() -> str:
     """Returns the address by which other nodes reach this one: its name in Slurm if that resolves, else the host's,
     else srun's, which runs on this node as well. A name may mean 127.0.1.1 on the node itself; a loopback address is
     returned if there is no other.

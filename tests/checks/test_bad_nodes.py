@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from verl_slurm.health.bad_nodes import BadNode, folder, recall, remember
+from verl_slurm.checks.bad_nodes import BadNode, folder, recall, remember
 
 
 @pytest.fixture(autouse=True)
@@ -21,35 +21,24 @@ def note(node: str, hours: float = 1.0) -> None:
     remember("c", node, "GPUs: off the bus", Path("/runs/a"), hours)
 
 
-def test_a_bad_node_is_remembered_for_its_time_by_cluster() -> None:
+def test_a_bad_node_is_remembered_for_its_time_by_cluster_and_forgotten_by_removing_its_file() -> None:
     note("n1")
     note("n2")
     assert recall("c").names == ("n2", "n1")  # the newest first
     assert recall("other").names == ()
     assert recall("c").nodes[0].run == "/runs/a"
-
-
-def test_a_time_that_is_over_is_over_and_its_file_goes() -> None:
-    note("n1", hours=0.0)
-    assert recall("c").names == ()
-    assert os.listdir(folder("c")) == []
-
-
-def test_a_node_is_forgotten_by_removing_its_file() -> None:
-    note("n1")
     (folder("c") / "n1.json").unlink()
+    assert recall("c").names == ("n2",)
+    note("n2", hours=0.0)
     assert recall("c").names == ()
+    assert os.listdir(folder("c")) == [], "its time is over"
 
 
-def test_two_runs_that_find_the_same_node_leave_one_whole_file() -> None:
+def test_two_runs_that_find_the_same_node_leave_one_whole_file_that_others_cannot_read() -> None:
     note("n1", hours=2.0)
     note("n1", hours=1.0)
     assert os.listdir(folder("c")) == ["n1.json"]
     assert recall("c").names == ("n1",)
-
-
-def test_others_read_nothing_of_it() -> None:
-    note("n1")
     assert stat.S_IMODE(folder("c").stat().st_mode) == 0o700
     assert stat.S_IMODE((folder("c") / "n1.json").stat().st_mode) == 0o600
 

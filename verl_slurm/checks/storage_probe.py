@@ -16,7 +16,7 @@ import msgspec
 
 from verl_slurm.base.files import open_new, rename
 from verl_slurm.base.mounts import file_system
-from verl_slurm.health import Finding, bad, good, warn
+from verl_slurm.checks import Finding, bad, good, warn
 
 _BYTES = 64 << 20
 _PIECE = 4 << 20
@@ -129,30 +129,17 @@ def judge_place(topic: str, report: PlaceReport, *, must_outlive_node: bool) -> 
     # Memory is lost with its node, and no other node sees it.
     if must_outlive_node and report.medium in _MEMORY:
         findings[0] = warn(topic, f"{found}: it is this machine's memory", "a directory that all nodes share")
-    if not report.keeps_modes:
-        findings.append(
-            warn(
-                topic,
-                f"{report.path} does not keep file modes",
-                "others may read checkpoints: encrypt them (key)",
-            )
-        )
-    if not report.renames:
-        findings.append(bad(topic, f"{report.path} does not rename atomically", f"choose another {topic}"))
-    if not report.locks:
-        findings.append(
-            warn(
-                topic,
-                f"{report.path} has no flock",
-                "the attempt's number alone keeps two attempts apart (Lustre: -o flock)",
-            )
-        )
-    if report.sync_s > _SLOW_SYNC_S:
-        findings.append(
-            warn(
-                topic,
-                f"{report.path}: {sync:.0f} ms until a small write is durable",
-                "the ledger pays it for each micro-batch: a greater rollout.micro_batch_size_per_device",
-            )
-        )
-    return findings
+    place, another = report.path, f"choose another {topic}"
+    slow = "the ledger pays it for each micro-batch: a greater rollout.micro_batch_size_per_device"
+    alone = "the attempt's number alone keeps two attempts apart (Lustre: -o flock)"
+    readable = "others may read checkpoints: encrypt them (key)"
+    judged = (
+        (report.keeps_modes, warn(topic, f"{place} does not keep file modes", readable)),
+        (report.renames, bad(topic, f"{place} does not rename atomically", another)),
+        (report.locks, warn(topic, f"{place} has no flock", alone)),
+        (
+            report.sync_s <= _SLOW_SYNC_S,
+            warn(topic, f"{place}: {sync:.0f} ms until a small write is durable", slow),
+        ),
+    )
+    return [*findings, *(found for is_good, found in judged if not is_good)]

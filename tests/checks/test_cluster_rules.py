@@ -3,17 +3,16 @@
 import pytest
 
 from tests.journals import make_event
-from verl_slurm.config.load import parse_config
-from verl_slurm.config.schema import RunConfig
-from verl_slurm.doctor.cluster_rules import (
+from verl_slurm.checks import Finding, worst
+from verl_slurm.checks.cluster_rules import (
     SaveTime,
     expected_save,
     judge_cluster,
     judge_deadlines,
-    kill_wait_s,
     measured_save,
 )
-from verl_slurm.health import Finding, worst
+from verl_slurm.config.load import parse_config
+from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal.history import History
 from verl_slurm.slurm.facts import PartitionFacts
 
@@ -59,14 +58,10 @@ def preemption(mode: str, grace_s: int, seconds: float | None, **conf: str) -> F
     return of("preemption", judge_deadlines(CONF | conf, partition(mode, grace_s), config(), known))
 
 
-def test_of_several_partitions_each_is_judged_by_its_name() -> None:
-    known = save(4.0)
-    found = judge_deadlines(CONF, partition("REQUEUE", 30), config(), known, [partition("OFF", 0)])
-    assert [f.topic for f in found].count("preemption") == 2
-    assert all(f.found.startswith("partition ") for f in found if f.topic == "preemption")
-
-
-def test_a_sound_cluster_has_nothing_but_good_findings() -> None:
+def test_a_sound_cluster_has_nothing_but_good_findings_for_each_partition() -> None:
+    several = judge_deadlines(CONF, partition("REQUEUE", 30), config(), save(4.0), [partition("OFF", 0)])
+    named = [f.found.startswith("partition ") for f in several if f.topic == "preemption"]
+    assert named == [True, True]
     findings = judge_cluster(CONF, partition(), config(), save(4.0))
     assert worst(findings) == "good"
     assert [f.topic for f in findings] == [
@@ -81,25 +76,51 @@ def test_a_sound_cluster_has_nothing_but_good_findings() -> None:
 
 
 @pytest.mark.scenario("SEC01")
-def test_neighbours_on_gpu_nodes_are_warned_of_unless_nodes_are_exclusive() -> None:
-    gpus = ("distributed.device=cuda", "slurm.gpus_per_node=1")
-    shared = of("neighbours", judge_cluster(CONF, partition(), config(*gpus), None))
-    alone = of(
-        "neighbours", judge_cluster(CONF, partition(), config(*gpus, "slurm.extra.exclusive=true"), None)
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("distributed.device=cuda", "slurm.gpus_per_node=1"), "NCCL does not ask"),
+        (("trainer.backend=verl", "trainer.entry=ppo"), "Ray asks for a token, the servers and NCCL do not"),
+    ],
+)
+def test_neighbours_are_warned_of_with_what_asks_for_no_token_unless_nodes_are_exclusive(
+    words: tuple[str, ...], told: str
+) -> None:
+    shared, alone = (
+        of("neighbours", judge_cluster(CONF, partition(), config(*words, *more), None))
+        for more in ((), ("slurm.extra.exclusive=true",))
     )
     assert (shared.verdict, alone.verdict) == ("warning", "good")
+    assert told in shared.found.replace("\n", " ")
     assert "exclusive" in shared.remedy
 
 
-@pytest.mark.scenario("SEC01")
-def test_neighbours_of_verls_ppo_are_told_of_with_what_asks_for_a_token_and_what_does_not() -> None:
-    ppo = ("trainer.backend=verl", "trainer.entry=ppo")
-    shared = of("neighbours", judge_cluster(CONF, partition(), config(*ppo), None))
-    alone = of(
-        "neighbours", judge_cluster(CONF, partition(), config(*ppo, "slurm.extra.exclusive=true"), None)
-    )
-    assert (shared.verdict, alone.verdict) == ("warning", "good")
-    assert "Ray asks for a token, the servers and NCCL do not" in shared.found
+@pytest.mark.parametrize(
+    ("mode", "grace_s", "seconds", "conf", "verdict", "told"),
+    [
+        # Without a grace time KillWait is what there is.
+        ("REQUEUE", 0, None, {}, "warning", ""),
+        ("REQUEUE", 0, 20.0, {}, "good", ""),
+        ("REQUEUE", 0, 20.0, {"KillWait": "10 sec"}, "warning", ""),
+        # The daemon asks for the requeue, in the grace time or in KillWait: as good as a cluster that requeues.
+        ("CANCEL", 30, 1.0, {}, "good", "PreemptMode=CANCEL"),
+        ("CANCEL", 0, 20.0, {}, "good", ""),
+        ("CANCEL", 0, None, {}, "warning", ""),
+        ("CANCEL", 0, 20.0, {"KillWait": "10 sec"}, "warning", ""),
+        # Where nothing ends a job no save is too long.
+        ("OFF", 0, 10_000.0, {}, "good", "nothing preempts"),
+        ("SUSPEND,GANG", 0, 10_000.0, {}, "good", "stands still"),
+        ("REQUEUE", 0, 10_000.0, {"PreemptType": "preempt/none"}, "good", "nothing preempts"),
+        # What a QOS decides is not told from the partition.
+        ("OFF", 0, 1.0, {"PreemptType": "preempt/qos"}, "warning", "QOS"),
+    ],
+)
+def test_a_preemption_is_judged_by_its_mode_and_the_time_that_it_leaves(
+    mode: str, grace_s: int, seconds: float | None, conf: dict[str, str], verdict: str, told: str
+) -> None:
+    finding = preemption(mode, grace_s, seconds, **conf)
+    assert finding.verdict == verdict
+    assert told in finding.found
 
 
 @pytest.mark.scenario("P07")
@@ -109,51 +130,15 @@ def test_a_save_that_outlasts_the_grace_time_is_warned_of_with_both_figures() ->
     assert "27 s for a save of 28.0 s" in finding.found
     assert "checkpoint.every_steps" in finding.remedy
     assert preemption("REQUEUE", 30, 26.0).verdict == "good"
-
-
-def test_without_a_grace_time_kill_wait_is_what_there_is() -> None:
-    assert preemption("REQUEUE", 0, None).verdict == "warning"
-    assert preemption("REQUEUE", 0, 20.0).verdict == "good"
-    assert preemption("REQUEUE", 0, 20.0, KillWait="10 sec").verdict == "warning"
-
-
-def test_a_cluster_that_cancels_for_others_is_as_good_as_one_that_requeues() -> None:
-    """The daemon asks for the requeue, in the grace time or in KillWait."""
-    assert preemption("CANCEL", 30, 1.0).verdict == "good"
-    assert preemption("CANCEL", 0, 20.0).verdict == "good"
-    assert preemption("CANCEL", 0, None).verdict == "warning"
-    assert preemption("CANCEL", 0, 20.0, KillWait="10 sec").verdict == "warning"
-    assert "PreemptMode=CANCEL" in preemption("CANCEL", 0, 20.0).found
-
-
-@pytest.mark.parametrize(("mode", "word"), [("OFF", "nothing preempts"), ("SUSPEND,GANG", "stands still")])
-def test_where_nothing_ends_a_job_no_save_is_too_long(mode: str, word: str) -> None:
-    finding = preemption(mode, 0, 10_000.0)
-    assert finding.verdict == "good"
-    assert word in finding.found
-
-
-def test_a_partition_is_not_preempted_where_slurm_preempts_nothing() -> None:
-    assert preemption("REQUEUE", 0, 10_000.0, PreemptType="preempt/none").verdict == "good"
-
-
-def test_what_a_qos_decides_is_not_told_from_the_partition() -> None:
-    finding = preemption("OFF", 0, 1.0, PreemptType="preempt/qos")
-    assert finding.verdict == "warning"
-    assert "sacctmgr" in finding.remedy
+    greedy = of("preemption", judge_deadlines(CONF, partition(), config("daemon.save_margin_s=30"), None))
+    assert greedy.verdict == "warning"
+    assert "daemon.save_margin_s=30 leaves no time" in greedy.found
 
 
 def test_a_warning_before_the_time_limit_that_is_too_short_names_a_better_one() -> None:
     findings = judge_deadlines(CONF, partition(), config("slurm.signal_lead_s=20"), save(19.0))
     assert of("time limit", findings).remedy == "slurm.signal_lead_s=46"
     assert of("time limit", judge_deadlines(CONF, partition(), config(), save(19.0))).verdict == "good"
-
-
-def test_a_margin_as_long_as_the_grace_time_leaves_nothing() -> None:
-    greedy = config("daemon.save_margin_s=30")
-    finding = of("preemption", judge_deadlines(CONF, partition(), greedy, None))
-    assert finding.verdict == "warning"
-    assert "daemon.save_margin_s=30 leaves no time" in finding.found
 
 
 @pytest.mark.parametrize(
@@ -171,10 +156,6 @@ def test_each_other_setting_is_judged_by_itself(topic: str, change: dict[str, st
     assert of(topic, judge_cluster(CONF | change, partition(), config(), None)).verdict == verdict
 
 
-def test_slurms_default_stands_for_what_is_not_shown() -> None:
-    assert kill_wait_s({}) == 30
-
-
 def test_the_slowest_of_the_last_saves_counts_and_one_on_the_nodes_alone_does_not() -> None:
     took = [99.0, *map(float, range(1, 9))]
     events = [make_event("saved", num_bytes=9, seconds=seconds) for seconds in took]
@@ -183,9 +164,7 @@ def test_the_slowest_of_the_last_saves_counts_and_one_on_the_nodes_alone_does_no
     assert found is not None
     assert found.seconds == 8.0
     assert measured_save(History()) is None
-
-
-def test_before_the_first_save_the_size_at_the_measured_speed_is_expected() -> None:
+    # Before the first save, the size at the measured speed.
     found = expected_save(30 * 10**9, 1.5e9)
     assert found.seconds == 20.0
     assert found.basis == "30 GB at 1500 MB/s, as measured just now"

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from verl_slurm.checks import Finding, good, warn
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.health import Finding, good, warn
 from verl_slurm.journal.history import History
 from verl_slurm.slurm.facts import PartitionFacts
 

@@ -15,7 +15,8 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,20 +24,53 @@ import msgspec
 
 from verl_slurm.base.errors import NotFound, SlurmMissing, SlurmRefused
 from verl_slurm.base.one_line import counted
+from verl_slurm.checks import Finding, bad, good, warn
+from verl_slurm.checks.drill_job import NodeReport
+from verl_slurm.checks.storage_probe import judge_place
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.doctor.node_probe import NodeReport
-from verl_slurm.doctor.node_rules import DrillRecord, judge_drill, judge_nodes
-from verl_slurm.health import Finding, bad
 from verl_slurm.slurm.batch import sbatch_options, submission_environment
 from verl_slurm.slurm.commands import NODE_LIST
 from verl_slurm.slurm.slurm_client import SlurmClient
 
+_SKEW_S = 1.0
+_LEAST_FILES = 4096
+_LEAST_SHM_BYTES = 1 << 30
+_SLOW_START_S = 60.0
+_OWN_REQUEUE = (
+    "Slurm's own requeue waits for its credentials to expire (AuthInfo cred_expire, 120 s); a run's daemon asks "
+    "first, in the grace time, and waits daemon.requeue_delay_s instead"
+)
+_NO_WARNING = "by a time limit or an operator do not work here: report your Slurm version"
+_NOT_AGAIN = "see `squeue --me`: is the partition full, or requeueing forbidden (scontrol show job: Requeue)?"
+_ASK_FOR_PORTS = (
+    "the job's nodes have to reach one another on ports that are not known beforehand: ask for that"
+)
+_MEND_CLOCKS = "nothing here depends on it, but logs will; have NTP mended"
 _LIMIT_MIN = 5
 _LOOK_S = 0.3
 """Polling interval: Slurm and shared file systems report nothing by themselves."""
 _SIGNAL_S = 10.0
 _WARNING = "SIGUSR1"
 _OURS = ("job-name", "time", "signal", "requeue", "nodes")
+
+
+class DrillRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The record of a fire drill. Times are seconds after the event named; None: it never came."""
+
+    how: str
+    """`requeue` or `preemption by PARTITION`: the way in which the job was ended for the first time."""
+    kill_wait_s: int
+    warning_to_batch_s: float | None
+    """From `scancel -b -s USR1` to the batch process."""
+    warning_to_steps: bool
+    """A step got the warning, too: it would kill ranks."""
+    signals_to_batch: tuple[str, ...]
+    signals_to_steps: tuple[str, ...]
+    """The signals that ended the job for the first time: names in alphabetical order, each once."""
+    kill_after_s: float | None
+    """From the first TERM to the last sign of life of a process that ignored it."""
+    again_after_s: float | None
+    """From asking for the end to the first message of the requeued job."""
 
 
 async def fire_drill(
@@ -85,7 +119,7 @@ async def fire_drill(
         ended = time.time()
         if preempt_by:
             where = (await client.job(job)).node_list
-            jobs.append(await _queue(client, _rival_argv(config, directory, preempt_by, where)))
+            jobs.append(await _queue(client, rival_argv(config, directory, preempt_by, where)))
         else:
             await client.requeue(job, config.daemon.requeue_delay_s, own_restarts=0)
         show(f"waiting until {_clock(wait_s + kill_wait_s)} at most for Slurm to start it again")
@@ -109,7 +143,7 @@ def _argv(config: RunConfig, directory: Path) -> list[str]:
     """Builds a command like the run's own sbatch, but short. The script is Python itself: no shell reads any of it."""
     script = directory / "drill.py"
     script.write_text(
-        f"#!{sys.executable} -P\nimport sys\nfrom verl_slurm.doctor.drill_job import main\n"
+        f"#!{sys.executable} -P\nimport sys\nfrom verl_slurm.checks.drill_job import main\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
     # The run's own options, so that account, partition and constraints are tried, but for those that the drill sets.
@@ -121,7 +155,7 @@ def _argv(config: RunConfig, directory: Path) -> list[str]:
     return [*options, *mine, str(script), "batch", str(directory), *local]
 
 
-def _rival_argv(config: RunConfig, directory: Path, partition: str, where: str | None) -> list[str]:
+def rival_argv(config: RunConfig, directory: Path, partition: str, where: str | None) -> list[str]:
     """Asks for the drill's own nodes: on any others it would end other users' jobs."""
     script = directory / "rival.py"
     script.write_text(f"#!{sys.executable} -P\nimport time\ntime.sleep(1)\n")
@@ -230,3 +264,90 @@ def _record(
         kill_after_s=max(signs) - min(terms) if terms and signs else None,
         again_after_s=float(again.read_text()) - ended if again.exists() else None,
     )
+
+
+def judge_nodes(reports: Sequence[NodeReport]) -> list[Finding]:
+    """Judges whether all nodes are alike, reach one another, and agree about the time.
+
+    Args:
+        reports: one per node, node 0 first.
+    """
+    findings = [
+        _alike("python", {r.node: r.python for r in reports}),
+        _alike("packages", {r.node: ", ".join(f"{k} {v}" for k, v in r.packages.items()) for r in reports}),
+        _alike("driver", {r.node: r.driver or "no NVIDIA driver" for r in reports}),
+        _alike("GPUs", {r.node: str(r.num_gpus) for r in reports}),
+    ]
+    first, parted = reports[0].node, [report for report in reports if report.problem]
+    findings += [bad("ports", f"{r.node} cannot reach {first}: {r.problem}", _ASK_FOR_PORTS) for r in parted]
+    # Node 0 tells the time, so it has no offset of its own.
+    offsets = {r.node: r.clock_offset_s for r in reports if r.clock_offset_s is not None}
+    if offsets and not parted:
+        findings.append(good("ports", f"{counted(len(offsets) + 1, 'node')} reach one another"))
+    # A warning, no refusal: deadlines are taken from slurmctld's clock, and claims by their numbers.
+    if far := [f"{node} {offset:+.1f} s" for node, offset in offsets.items() if abs(offset) > _SKEW_S]:
+        findings.append(warn("clocks", f"apart: {', '.join(far)}", _MEND_CLOCKS))
+    elif offsets:
+        findings.append(good("clocks", f"within {max(map(abs, offsets.values())) * 1e3:.1f} ms"))
+    return [*findings, *(finding for report in reports for finding in _judge_node(report))]
+
+
+def _judge_node(report: NodeReport) -> list[Finding]:
+    """Judges a node's limits, its GPUs and its disk."""
+    findings = []
+    if report.open_files < _LEAST_FILES:
+        files = "`ulimit -n` of 4096 or more, for Ray and vLLM"
+        findings.append(warn("open files", f"{report.open_files} on {report.node}", files))
+    if report.shm_free_bytes < _LEAST_SHM_BYTES:
+        free = f"{report.shm_free_bytes / 1e9:.2g} GB free in /dev/shm on {report.node}"
+        findings.append(warn("shared memory", free, "data loaders and NCCL want a gigabyte there"))
+    left = "a run would leave the node (docs/health.md); report it"
+    wrong = [one for one in report.gpus if one.verdict == "bad"]
+    findings += [bad(one.topic, f"{report.node}: {one.found}", left) for one in wrong]
+    if report.local is not None:
+        found = judge_place("checkpoint.local_dir", report.local, must_outlive_node=False)
+        findings += [msgspec.structs.replace(f, found=f"{report.node}: {f.found}") for f in found]
+    return findings
+
+
+def _alike(topic: str, said: dict[str, str]) -> Finding:
+    """Compares the nodes; the value that most of them have is taken for the intended one."""
+    most, count = Counter(said.values()).most_common(1)[0]
+    if count == len(said):
+        return good(topic, f"{most} on {'all ' if count > 1 else ''}{count} node{'s' if count > 1 else ''}")
+    others = "; ".join(f"{node}: {text}" for node, text in said.items() if text != most)
+    return bad(
+        topic,
+        f"{most} on {count} of {len(said)} nodes; {others}",
+        "results would differ from node to node: the same environment everywhere (--exclude the others meanwhile)",
+    )
+
+
+def judge_drill(record: DrillRecord) -> list[Finding]:
+    """Returns the findings of a fire drill."""
+    if record.warning_to_batch_s is None:
+        missed = "`scancel -b -s USR1` did not reach the batch process"
+        findings = [bad("warning", missed, f"emergency saves {_NO_WARNING}")]
+    else:
+        reached = f"USR1 reached the batch process after {record.warning_to_batch_s:.1f} s"
+        findings = [good("warning", reached)]
+    if record.warning_to_steps:
+        nothing = "nothing: ranks ignore it here; other programs would die"
+        findings.append(warn("warning", "USR1 reached the steps as well", nothing))
+    steps, batch = (
+        ", ".join(names) or "nothing" for names in (record.signals_to_steps, record.signals_to_batch)
+    )
+    # Told without a verdict: which processes get which signal differs from site to site, and slurm.conf does not say.
+    findings.append(good("end", f"{record.how}: steps got {steps}; the batch process got {batch}"))
+    if record.kill_after_s is not None:
+        text = f"processes that ignored TERM lived {record.kill_after_s:.0f} s more (KillWait {record.kill_wait_s} s)"
+        early = record.kill_after_s < record.kill_wait_s / 2
+        as_long = "a save has that long after TERM, whatever slurm.conf says"
+        findings.append(warn("KILL", text, as_long) if early else good("KILL", text))
+    if record.again_after_s is None:
+        waited = f"{record.how}: the job did not run again while we waited"
+        return [*findings, bad("again", waited, _NOT_AGAIN)]
+    # About two minutes are Slurm's own delay, which a run's daemon avoids.
+    slow = record.again_after_s > _SLOW_START_S
+    again = f"it ran again {record.again_after_s:.0f} s after the {record.how}"
+    return [*findings, good("again", again, _OWN_REQUEUE if slow else "")]

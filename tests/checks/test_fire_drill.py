@@ -8,12 +8,10 @@ import msgspec
 import pytest
 
 from verl_slurm.base.errors import SlurmRefused
+from verl_slurm.checks import Finding, drill_job
+from verl_slurm.checks.drill_job import ClockServer, NodeReport, ask_clock, look_at_node
+from verl_slurm.checks.fire_drill import DrillRecord, judge_drill, judge_nodes, rival_argv
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.doctor import drill_job
-from verl_slurm.doctor.fire_drill import _rival_argv
-from verl_slurm.doctor.node_probe import ClockServer, NodeReport, ask_clock, look_at_node
-from verl_slurm.doctor.node_rules import DrillRecord, judge_drill, judge_nodes
-from verl_slurm.health import Finding
 
 FIRST = NodeReport(
     node="n1",
@@ -41,11 +39,6 @@ def not_good(findings: list[Finding]) -> dict[str, str]:
     return {finding.topic: finding.verdict for finding in findings if finding.verdict != "good"}
 
 
-def test_nodes_that_are_alike_give_no_cause_for_complaint() -> None:
-    assert not_good(judge_nodes([FIRST, SECOND])) == {}
-    assert not_good(judge_nodes([FIRST])) == {}
-
-
 @pytest.mark.parametrize(
     ("change", "topic", "verdict"),
     [
@@ -60,7 +53,10 @@ def test_nodes_that_are_alike_give_no_cause_for_complaint() -> None:
         ({"gpus": (Finding("kernel log", "bad", "Xid 79"),)}, "kernel log", "bad"),
     ],
 )
-def test_a_node_that_differs_is_named(change: dict[str, object], topic: str, verdict: str) -> None:
+def test_a_node_that_differs_is_named_and_others_are_good(
+    change: dict[str, object], topic: str, verdict: str
+) -> None:
+    assert not_good(judge_nodes([FIRST, SECOND])) == not_good(judge_nodes([FIRST])) == {}
     findings = judge_nodes([FIRST, SECOND, msgspec.structs.replace(SECOND, node="n3", **change)])
     assert not_good(findings) == {topic: verdict}
     (finding,) = [f for f in findings if f.verdict != "good"]
@@ -83,17 +79,10 @@ def test_the_clock_of_another_node_is_told_over_a_port_that_nobody_knew_before(t
         server.close()
     assert abs(offset) <= took  # one clock, asked about itself
     assert (tmp_path / "clock").stat().st_mode & 0o777 == 0o600
-
-
-def test_a_port_that_nobody_listens_on_is_an_error_of_the_system() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(OSError, match="refused"):
         ask_clock(f"127.0.0.1 {port}")
-
-
-def test_a_drill_that_went_as_it_should_is_good() -> None:
-    assert not_good(judge_drill(DRILL)) == {}
 
 
 @pytest.mark.parametrize(
@@ -107,14 +96,11 @@ def test_a_drill_that_went_as_it_should_is_good() -> None:
 )
 def test_what_a_drill_lacked_is_said(change: dict[str, object], topic: str, verdict: str) -> None:
     assert not_good(judge_drill(msgspec.structs.replace(DRILL, **change))) == {topic: verdict}
-
-
-def test_the_two_minutes_of_slurms_own_requeue_are_explained() -> None:
-    (finding,) = [
-        f for f in judge_drill(msgspec.structs.replace(DRILL, again_after_s=144.0)) if f.topic == "again"
-    ]
-    assert finding.verdict == "good"
-    assert "cred_expire" in finding.remedy
+    assert not_good(judge_drill(DRILL)) == {}
+    # The two minutes of Slurm's own requeue are explained.
+    again = judge_drill(msgspec.structs.replace(DRILL, again_after_s=144.0))[-1]
+    assert (again.topic, again.verdict) == ("again", "good")
+    assert "cred_expire" in again.remedy
 
 
 def test_a_name_that_means_loopback_on_the_node_itself_is_not_published(
@@ -131,13 +117,13 @@ def test_a_name_that_means_loopback_on_the_node_itself_is_not_published(
     monkeypatch.setattr(drill_job.socket, "gethostname", lambda: "elsewhere")
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
     monkeypatch.delenv("SLURM_LAUNCH_NODE_IPADDR", raising=False)
-    assert drill_job._own_address() == "127.0.1.1"
+    assert drill_job.own_address() == "127.0.1.1"
     monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", "10.0.0.7")
-    assert drill_job._own_address() == "10.0.0.7"
+    assert drill_job.own_address() == "10.0.0.7"
 
 
 def test_the_job_that_preempts_wants_the_drills_own_nodes_and_no_one_elses(tmp_path: Path) -> None:
-    assert "--nodelist=n[1-2]" in _rival_argv(RunConfig(), tmp_path, "urgent", "n[1-2]")
+    assert "--nodelist=n[1-2]" in rival_argv(RunConfig(), tmp_path, "urgent", "n[1-2]")
     for nowhere in (None, "n1 --uid=0"):
         with pytest.raises(SlurmRefused, match=re.escape("--preempt-by")):
-            _rival_argv(RunConfig(), tmp_path, "urgent", nowhere)
+            rival_argv(RunConfig(), tmp_path, "urgent", nowhere)

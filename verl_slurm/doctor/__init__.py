@@ -1,1 +1,0 @@
-"""What `verl-slurm doctor` and `submit` find out about a cluster: one finding, one line, one remedy."""
