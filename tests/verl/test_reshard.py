@@ -31,8 +31,8 @@ from verl_slurm.cli.__main__ import main
 from verl_slurm.verl.positions import Positions, positions_file
 from verl_slurm.verl.reshard import checkpoint as resharding, torch_shards
 from verl_slurm.verl.reshard.at_start import prepare_ranks
-from verl_slurm.verl.reshard.checkpoint import DivisionSource, open_source, plan_source
-from verl_slurm.verl.reshard.dividing import Command, divide_step, plan_step, this_python
+from verl_slurm.verl.reshard.checkpoint import DivisionSource, division_of, open_source
+from verl_slurm.verl.reshard.dividing import Command, RanksPython, start_division, this_python
 from verl_slurm.verl.tracker import tracker_file
 
 pytestmark = pytest.mark.torch
@@ -69,6 +69,11 @@ def divided(step: Path, ranks: int, place: Path) -> Path:
 def refused(step: Path, ranks: int, found: str) -> None:
     with open_directory(step) as root, torch.no_grad(), pytest.raises(torch_shards.Unclear, match=found):
         torch_shards.read_step(root, step, ranks)
+
+
+def planned(step: Path, ranks: int) -> None:
+    with division_of(DivisionSource(directory=step, step=step, manifest=None), ranks, this_python):
+        pass
 
 
 def same(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
@@ -309,7 +314,7 @@ def test_megatrons_checkpoints_are_refused_with_verls_merger(tmp_path: Path) -> 
     (step / "actor" / "dist_ckpt" / "__0_0.distcp").write_bytes(b"x")
     (step / "data.pt").touch()
     with pytest.raises(ConfigError) as caught:
-        plan_source(DivisionSource(directory=step, step=step, manifest=None), 3, this_python)
+        planned(step, 3)
     line = caught.value.one_line()
     assert "Megatron" in line
     assert f"python -m verl.model_merger merge --backend megatron --local_dir {step}/actor" in line
@@ -318,7 +323,7 @@ def test_megatrons_checkpoints_are_refused_with_verls_merger(tmp_path: Path) -> 
 def test_the_same_number_of_ranks_needs_no_work(tmp_path: Path) -> None:
     step = shard_step(tmp_path, 4, 2)
     with pytest.raises(ConfigError, match="already.*nothing has to be done"):
-        plan_source(DivisionSource(directory=step, step=step, manifest=None), 2, this_python)
+        planned(step, 2)
 
 
 @pytest.mark.scenario("L21")
@@ -450,7 +455,12 @@ def test_the_native_trainers_checkpoints_need_no_dividing(paths: RunPaths) -> No
 # ---- the process
 
 
-def python_that(program: str) -> Callable[[Sequence[str], Sequence[Path]], Command]:
+PLAN = '{"type": "plan", "before": 2, "after": 3, "roles": [], "num_data": null, '
+PLAN += '"written_bytes": 0, "largest_bytes": 0}'
+FULL = '{"type": "refused", "errno": 28, "what": "No space left", "where": "/x"}'
+
+
+def python_that(program: str) -> RanksPython:
     """A Python of the ranks that runs this text."""
     return lambda *_: Command([sys.executable, "-c", program], dict(os.environ), "/their/python")
 
@@ -470,36 +480,34 @@ def python_that(program: str) -> Callable[[Sequence[str], Sequence[Path]], Comma
 def test_an_answer_that_is_not_a_plan_is_an_error(
     tmp_path: Path, program: str, error: type[VerlSlurmError], found: str
 ) -> None:
-    with pytest.raises(error, match=found):
-        plan_step(tmp_path, 3, python_that(program), lambda _: None)
+    with pytest.raises(error, match=found), start_division(tmp_path, 3, python_that(program)):
+        pass
 
 
 def test_the_process_ends_before_its_directory_is_removed(tmp_path: Path) -> None:
     mark = tmp_path / "pid"
-    program = f"import os, time; open({str(mark)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    program = f"import os, time; print({PLAN!r}, flush=True); "
+    program += f"open({str(mark)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
 
     def leave(_: int) -> None:
         if mark.exists() and mark.read_text():
             raise KeyboardInterrupt
 
     began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        divide_step(
-            tmp_path,
-            3,
-            tmp_path / "new",
-            python_that(f"import os; os.chdir({str(tmp_path)!r}); {program}"),
-            leave,
-        )
+    with (
+        pytest.raises(KeyboardInterrupt),
+        start_division(tmp_path, 3, python_that(program)) as division,
+    ):
+        division.divide(tmp_path / "new", leave)
     assert time.monotonic() - began < 60
     assert not psutil.pid_exists(int(mark.read_text()))
 
 
 def test_an_error_of_the_storage_keeps_its_number(tmp_path: Path) -> None:
-    program = 'print(\'{"type": "refused", "errno": 28, "what": "No space left", "where": "/x"}\')'
-    with pytest.raises(OSError) as caught:
-        divide_step(tmp_path, 3, tmp_path / "new", python_that(program), lambda _: None)
-    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, "/x")
+    with start_division(tmp_path, 3, python_that(f"print({PLAN!r}); print({FULL!r})")) as division:
+        with pytest.raises(OSError) as caught:
+            division.divide(tmp_path / "new", lambda _: None)
+        assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, "/x")
 
 
 # ---- what goes wrong on the way
@@ -526,12 +534,7 @@ def test_a_division_that_fails_leaves_nothing_behind(
     paths: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = committed(paths, shard_step(paths.work(1), 4, 2), 2).rename(tmp_path / "step_000004")
-
-    def failing(module: Sequence[str], places: Sequence[Path]) -> Command:
-        full = 'print(\'{"type": "refused", "errno": 28, "what": "No space left on device"}\')'
-        return (python_that(full) if len(module) > 3 else fake_divider)(module, places)
-
-    monkeypatch.setattr(resharding, "this_python", failing)
+    monkeypatch.setattr(resharding, "this_python", python_that(f"print({PLAN!r}); print({FULL!r})"))
     words = ["reshard", str(place), "--ranks", "3", "--out", str(tmp_path / "out")]
     assert main(words) == ExitCode.PERMISSION
     assert sorted(os.listdir(tmp_path)) == ["run", "step_000004"]
@@ -541,10 +544,10 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = open_source(committed(paths, shard_step(paths.work(1), 4, 2), 2))
-    plan = plan_source(source, 3, fake_divider)
     monkeypatch.setattr(resharding, "room_for", lambda _, need: judge_room(FreeSpace(bytes=10), need))
     with pytest.raises(NoRoom, match="needed"):
-        resharding.require_room(source, plan, paths.root)
+        prepare_ranks(paths, 1, source.manifest, 3, fake_divider)
+    assert os.listdir(paths.resharded.checkpoints) == []
 
 
 def test_a_place_among_the_runs_checkpoints_is_refused(paths: RunPaths) -> None:
@@ -614,8 +617,7 @@ def test_an_attempt_that_is_to_end_or_was_replaced_leaves_no_copy(paths: RunPath
         assert list(paths.resharded.root.glob("checkpoints/*")) == []
 
     def replaced(module: Sequence[str], places: Sequence[Path]) -> Command:
-        if len(module) > 3:
-            take_epoch(paths, job_id="2", restart=0)
+        take_epoch(paths, job_id="2", restart=0)
         return fake_divider(module, places)
 
     with pytest.raises(Fenced):
@@ -640,4 +642,4 @@ def test_a_small_file_that_describes_gigabytes_is_refused_in_one_line(tmp_path: 
     long = b"\x80\x02}X\x01\x00\x00\x00a(" + b"]" * (12 << 20) + b"ls."
     with_pickle(step / "model_world_size_2_rank_1.pt", lambda _: long, zipfile.ZIP_DEFLATED)
     with pytest.raises(ConfigError, match="more memory than their own size and 512 MiB"):
-        plan_source(DivisionSource(directory=step, step=step, manifest=None), 3, this_python)
+        planned(step, 3)

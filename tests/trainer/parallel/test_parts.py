@@ -11,10 +11,9 @@ from verl_slurm.checkpoint.format.specification import Topology
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.trainer.models import load_causal_lm, load_critic
 from verl_slurm.trainer.parallel.fsdp import recompute_layers
-from verl_slurm.trainer.parallel.grid import Grid
+from verl_slurm.trainer.parallel.grid import Grid, Replica
 from verl_slurm.trainer.parallel.pipeline import Line, Passage, Stage, layers_of, owner_of
 from verl_slurm.trainer.parallel.places import Place3
-from verl_slurm.trainer.parallel.replica import Replica, decode_batch, encode_batch
 
 pytestmark = pytest.mark.torch
 
@@ -82,21 +81,6 @@ def test_layers_that_forget_are_computed_twice_and_give_the_same_gradients(tiny:
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert calls == [False, True, True]
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-
-
-def test_a_batch_survives_its_bytes() -> None:
-    batch = {
-        "ids": torch.arange(6).reshape(2, 3),
-        "mask": torch.tensor([[True], [False]]),
-        "x": torch.tensor([1.5, float("nan")]),
-        "none": torch.zeros(0, 4),
-    }
-    back = decode_batch(encode_batch(batch))
-    assert back.keys() == batch.keys()
-    for name, column in batch.items():
-        assert back[name].dtype == column.dtype
-        assert torch.equal(back[name].nan_to_num(7.0), column.nan_to_num(7.0))
-        back[name].zero_()  # memory of its own
 
 
 def test_a_replica_of_one_rank_does_nothing_that_it_would_not_do_alone() -> None:

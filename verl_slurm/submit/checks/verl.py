@@ -41,7 +41,7 @@ from verl_slurm.submit.checks.verl_data import check_sizes, check_verl_data
 from verl_slurm.verl.composing import Composed, unread_additions
 from verl_slurm.verl.overrides import Setting, judged, require_possible, switches_as_text, value_at
 from verl_slurm.verl.releases import Entry, installed_verl, require_usable
-from verl_slurm.verl.reshard.checkpoint import plan_source, require_fsdp, require_room, source_of
+from verl_slurm.verl.reshard.checkpoint import division_of, require_fsdp, require_room, source_of
 from verl_slurm.verl.reshard.dividing import ranks_python
 from verl_slurm.verl.step_layout import is_distributed, step_of, way_out
 from verl_slurm.verl.verl_inputs import (
@@ -426,7 +426,8 @@ def check_ranks(config: RunConfig, paths: RunPaths, committed: Sequence[Checkpoi
         require_fsdp(source := source_of(path, manifest), now)
         if unseen := user_programs.why_unseen(config):
             return f"not looked at: whether {path.name} of {ranks} ranks can be divided among {now}: {unseen}"
-        plan = plan_source(source, now, partial(ranks_python, config, contained_argv))
+        with division_of(source, now, partial(ranks_python, config, contained_argv)) as division:
+            plan = division.plan
         require_room(source, plan, paths.resharded.checkpoints)
     except ConfigError as error:
         # Megatron's has a merger of its own, which the error names.

@@ -29,7 +29,7 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.verl.reshard.checkpoint import (
     RECORD,
     Made,
-    plan_source,
+    division_of,
     require_room,
     source_of,
     write_checkpoint,
@@ -97,13 +97,17 @@ def prepare_ranks(
         return None
     # Of another number of ranks, of another save of this step, or damaged; the source has all that was in it.
     shutil.rmtree(final, ignore_errors=True)
-    plan = plan_source(source, ranks, python, on_bytes)
-    require_room(source, plan, divided.checkpoints)
     staging = begin(divided, wanted.step, wanted.safe_point)
     try:
-        return write_checkpoint(
-            source, plan, staging, python, epoch_check=lambda: require_epoch(paths, epoch), on_bytes=on_bytes
-        )
+        with division_of(source, ranks, python, below=[staging.directory], on_bytes=on_bytes) as division:
+            require_room(source, division.plan, divided.checkpoints)
+            return write_checkpoint(
+                source,
+                division,
+                staging,
+                epoch_check=lambda: require_epoch(paths, epoch),
+                on_bytes=on_bytes,
+            )
     except BaseException:
         shutil.rmtree(staging.directory, ignore_errors=True)
         raise

@@ -3,7 +3,7 @@
 ```
 verify     every byte of the source against its manifest; a step of plain verl against torch.save's CRC-32s
 plan       by torch in a process of the ranks' Python (`dividing`)
-divide     by another one, into a staging directory, and compared there
+divide     by the same one, once there is room, into a staging directory, and compared there
 commit     sealed and renamed like any save (`checkpoint.store.commit`)
 verify     every byte of the result
 ```
@@ -13,7 +13,8 @@ The source is read and never changed. The result keeps its name, its step and al
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -33,12 +34,12 @@ from verl_slurm.checkpoint.store.medium import room_for
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config.load import load_own
 from verl_slurm.verl.reshard.dividing import (
+    Division,
     OnBytes,
     RanksPython,
     ReshardPlan,
-    divide_step,
-    plan_step,
     ranks_python,
+    start_division,
     this_python,
 )
 from verl_slurm.verl.shards import judge_step
@@ -138,17 +139,24 @@ def python_for(source: DivisionSource, contained: Callable[..., list[str]]) -> R
     return partial(ranks_python, load_own(run.run_yaml), contained)
 
 
-def plan_source(
-    source: DivisionSource, ranks: int, python: RanksPython, on_bytes: OnBytes = lambda _: None
-) -> ReshardPlan:
-    """Plans the same state on `ranks` ranks. `on_bytes`: as in `dividing.plan_step`.
+@contextmanager
+def division_of(
+    source: DivisionSource,
+    ranks: int,
+    python: RanksPython,
+    *,
+    below: Sequence[Path] = (),
+    on_bytes: OnBytes = lambda _: None,
+) -> Iterator[Division]:
+    """Plans the same state on `ranks` ranks. Arguments as of `dividing.start_division`.
 
     Raises:
         ConfigError, CheckpointCorrupt: as `require_fsdp`; it cannot be divided so.
-        VerlSlurmError, OSError: as `dividing.plan_step`.
+        VerlSlurmError, OSError: as `dividing.start_division`.
     """
     require_fsdp(source, ranks)
-    return plan_step(source.step, ranks, python, on_bytes)
+    with start_division(source.step, ranks, python, below=below, on_bytes=on_bytes) as division:
+        yield division
 
 
 def require_fsdp(source: DivisionSource, ranks: int) -> None:
@@ -207,9 +215,8 @@ def require_room(source: DivisionSource, plan: ReshardPlan, where: Path) -> None
 
 def write_checkpoint(
     source: DivisionSource,
-    plan: ReshardPlan,
+    division: Division,
     staging: StagingDirectory,
-    python: RanksPython,
     *,
     epoch_check: Callable[[], None] = lambda: None,
     on_bytes: OnBytes = lambda _: None,
@@ -218,14 +225,14 @@ def write_checkpoint(
 
     Raises:
         CheckpointCorrupt: the result is not the same state, or does not verify.
-        ConfigError, VerlSlurmError: as `dividing.divide_step`.
+        ConfigError, VerlSlurmError: as `Division.divide`.
         Fenced: by `epoch_check`.
         OSError: the storage refused. On any error `staging` is left for the caller to remove.
     """
     manifest, began = source.manifest, time.monotonic()
     assert manifest is not None
     directory, own = staging.directory, guest_directory("verl", manifest.step)
-    tensors = divide_step(source.step, plan.after, directory / own, python, on_bytes).tensors
+    plan, tensors = division.plan, division.divide(directory / own, on_bytes).tensors
     for entry in manifest.files:
         if not entry.path.startswith(f"{own}/"):
             # Verified moments ago, and small: configuration, schema, tracker, positions in the data.
@@ -260,21 +267,17 @@ def _with_record(data: bytes, manifest: Manifest, plan: ReshardPlan, tensors: st
 
 
 def write_step(
-    source: DivisionSource,
-    plan: ReshardPlan,
-    directory: Path,
-    python: RanksPython,
-    on_bytes: OnBytes = lambda _: None,
+    source: DivisionSource, division: Division, directory: Path, on_bytes: OnBytes = lambda _: None
 ) -> Made:
     """Makes `directory`, which exists and is empty, a `trainer.default_local_dir` of verl with the step in it. Durable.
 
     Raises:
         CheckpointCorrupt: the result is not the same state, or not whole.
-        ConfigError, VerlSlurmError: as `dividing.divide_step`.
+        ConfigError, VerlSlurmError: as `Division.divide`.
         OSError: the storage refused.
     """
     target = directory / source.step.name
-    tensors = divide_step(source.step, plan.after, target, python, on_bytes).tensors
+    tensors = division.divide(target, on_bytes).tensors
     judged = judge_step(target)
     if not judged.ok:
         raise CheckpointCorrupt("the divided step is not whole", where=target, found=judged.one_line())
