@@ -129,20 +129,12 @@ def _row(paths: RunPaths) -> dict[str, float]:
     return json.loads((_final(paths) / "metadata.json").read_bytes())["history"][-1]
 
 
-@pytest.mark.scenario("USE04")
+@pytest.mark.scenario("USE04", "USE05")
 @pytest.mark.parametrize("name", TRAINED)
-def test_a_family_trains_a_step_with_ppo(runs: dict[str, RunPaths], name: str) -> None:
-    row = _row(runs[f"{name}.ppo"])
-    assert row["actor_grad_norm"] > 0
-    assert row["critic_grad_norm"] > 0
-
-
-@pytest.mark.scenario("USE05")
-@pytest.mark.parametrize("name", TRAINED)
-def test_a_family_trains_a_step_with_grpo(runs: dict[str, RunPaths], name: str) -> None:
-    row = _row(runs[f"{name}.grpo"])
-    assert row["actor_grad_norm"] > 0
-    assert "critic_grad_norm" not in row
+def test_a_family_trains_a_step_with_ppo_and_with_grpo(runs: dict[str, RunPaths], name: str) -> None:
+    ppo, grpo = (_row(runs[f"{name}.{algorithm}"]) for algorithm in ("ppo", "grpo"))
+    assert min(ppo["actor_grad_norm"], ppo["critic_grad_norm"], grpo["actor_grad_norm"]) > 0
+    assert "critic_grad_norm" not in grpo
 
 
 @pytest.mark.scenario("USE04", "USE05")
@@ -157,18 +149,13 @@ def test_stopped_and_killed_in_mid_step_a_family_ends_with_the_same_bits(
 @pytest.mark.scenario("USE04")
 @pytest.mark.parametrize("name", VARIED)
 @pytest.mark.variant
-def test_recomputing_layers_changes_no_bit(runs: dict[str, RunPaths], name: str) -> None:
+def test_recomputing_layers_changes_no_bit_and_mixed_precision_trains(
+    runs: dict[str, RunPaths], name: str
+) -> None:
     result = compare(_final(runs[f"{name}.ppo"]), _final(runs[f"{name}.recomputed"]))
     assert result.same, result.differing
-
-
-@pytest.mark.scenario("USE04")
-@pytest.mark.parametrize("name", VARIED)
-@pytest.mark.variant
-def test_a_family_trains_in_mixed_precision(runs: dict[str, RunPaths], name: str) -> None:
     row = _row(runs[f"{name}.mixed"])
-    assert row["actor_grad_norm"] > 0
-    assert row["critic_grad_norm"] > 0
+    assert min(row["actor_grad_norm"], row["critic_grad_norm"]) > 0
 
 
 @pytest.mark.scenario("USE04")

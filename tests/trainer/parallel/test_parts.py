@@ -12,7 +12,7 @@ from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.trainer.models import load_causal_lm, load_critic
 from verl_slurm.trainer.parallel.fsdp import recompute_layers
 from verl_slurm.trainer.parallel.grid import Grid, Replica
-from verl_slurm.trainer.parallel.pipeline import Line, Passage, Stage, layers_of, owner_of
+from verl_slurm.trainer.parallel.pipeline import Line, Stage, layers_of, owner_of
 from verl_slurm.trainer.parallel.places import Place3
 
 pytestmark = pytest.mark.torch
@@ -43,21 +43,6 @@ def test_stages_have_the_names_of_the_whole_model_and_nothing_twice(tiny: Path) 
         assert [name for name, _, _ in stages[0].directory] == names
         for index in range(2):
             assert {name for name, _, owner in stages[0].directory if owner == index} == held[index]
-
-
-def test_one_stage_after_the_other_says_what_the_whole_model_says(tiny: Path) -> None:
-    """Left padding and all: masks and positions are made by the same code."""
-    whole = load_causal_lm(tiny)
-    ids = torch.randint(0, 250, (2, 7), generator=torch.Generator().manual_seed(0))
-    mask = torch.tensor([[1] * 7, [0, 0, 1, 1, 1, 1, 0]])
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    given = Passage(ids=ids, mask=mask, positions=positions, keep=3)
-    first, last = (Stage(load_causal_lm(tiny), _line(index, 2)) for index in range(2))
-    with torch.no_grad():
-        expected = whole(input_ids=ids, attention_mask=mask, position_ids=positions, logits_to_keep=3).logits
-        last._keep = given.keep
-        found = last(first(ids, mask, positions), mask, positions)
-    assert torch.equal(found, expected)
 
 
 def test_a_model_that_cannot_be_cut_is_refused(tiny: Path) -> None:
