@@ -170,10 +170,7 @@ def test_what_verl_cannot_do_is_refused(section: dict[str, Any]) -> None:
 )
 def test_what_verl_can_do_passes(section: dict[str, Any]) -> None:
     judge(section)
-
-
-def test_verls_own_default_for_saving_is_replaced_and_not_judged() -> None:
-    require_possible({"trainer": {"save_freq": -1}}, {})
+    require_possible({"trainer": {"save_freq": -1}}, {})  # verl's own default is replaced, and not judged
 
 
 def test_a_start_says_where_to_save_and_nothing_to_resume_from() -> None:
@@ -183,6 +180,13 @@ def test_a_start_says_where_to_save_and_nothing_to_resume_from() -> None:
     assert (got["trainer.nnodes"], got["trainer.n_gpus_per_node"]) == (2, 4)
     assert (got["trainer.save_freq"], got["trainer.experiment_name"]) == (10, "run")
     assert got["hydra.run.dir"] == "/r/work/hydra"
+    # verl never removes a checkpoint itself.
+    assert got["trainer.max_actor_ckpt_to_keep"] is ours("sft", {})["trainer.max_ckpt_to_keep"] is None
+    assert trainer_mode({}) == "sync"
+    # Its responses are kept unless the user has a manager of their own.
+    key = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
+    assert got[f"++{key}"] == "verl_slurm.loops.verl_rollouts.LedgerManager"
+    assert f"++{key}" not in ours("ppo", {f"+{key}": "mine.Manager"}) | ours("sft", {})
 
 
 @pytest.mark.parametrize("entry", ["ppo", "sft"])
@@ -194,20 +198,3 @@ def test_a_resume_names_the_verified_checkpoint_and_the_users_cadence_and_name_s
     )
     assert got["trainer.resume_from_path"] == "/r/checkpoints/step_000007/global_step_7"
     assert not {"trainer.save_freq", "trainer.experiment_name"} & set(got)
-
-
-def test_verl_never_removes_a_checkpoint_itself() -> None:
-    assert ours("sft", {})["trainer.max_ckpt_to_keep"] is None
-    assert ours("ppo", {})["trainer.max_actor_ckpt_to_keep"] is None
-
-
-def test_the_mode_is_verls_default_unless_it_is_said() -> None:
-    assert trainer_mode({}) == "sync"
-    assert trainer_mode({"trainer": {"v1": {"trainer_mode": "colocate_async"}}}) == "colocate_async"
-
-
-def test_verls_responses_are_kept_unless_the_user_has_a_manager_of_their_own() -> None:
-    key = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
-    assert ours("ppo", {})[f"++{key}"] == "verl_slurm.loops.verl_rollouts.LedgerManager"
-    assert f"++{key}" not in ours("ppo", {f"+{key}": "mine.Manager"})
-    assert f"++{key}" not in ours("sft", {})
