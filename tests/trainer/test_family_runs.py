@@ -24,9 +24,7 @@ from tests.families import TINY, build_family
 from tests.lanes import has_variants
 from tests.processes import python_path
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.config.schema import (
-    TrainConfig,
-)
+from verl_slurm.config.schema import TrainConfig
 from verl_slurm.save.ranks.compare import compare
 
 ALL = os.environ.get("VERL_SLURM_FAMILIES") == "all"
@@ -76,14 +74,7 @@ def _live(plan: list[tuple[RunPaths, list[tuple[int | None, str]]]]) -> None:
     argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     argv += ["-m", "tests.trainer.families_worker"]
     argv += [json.dumps([(str(paths.root), lives) for paths, lives in plan])]
-    environ = (
-        os.environ
-        | python_path()
-        | {
-            "OMP_NUM_THREADS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-    )
+    environ = os.environ | python_path() | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     pipe = subprocess.PIPE
     with subprocess.Popen(argv, cwd=REPOSITORY, env=environ, text=True, stdout=pipe, stderr=pipe) as ranks:
         try:

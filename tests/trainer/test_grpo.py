@@ -27,10 +27,7 @@ from verl_slurm.checkpoint.inspect.describe import describe
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.config import load
 from verl_slurm.config.elastic import keep_step
-from verl_slurm.config.schema import (
-    DistributedConfig,
-    TrainConfig,
-)
+from verl_slurm.config.schema import DistributedConfig, TrainConfig
 from verl_slurm.save.ranks.compare import compare
 from verl_slurm.trainer.resuming import check_manifest
 from verl_slurm.trainer.state.train_state import update_metrics

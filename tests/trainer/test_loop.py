@@ -36,11 +36,7 @@ from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config import load
-from verl_slurm.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    EncryptionConfig,
-)
+from verl_slurm.config.schema import CheckpointConfig, DataConfig, EncryptionConfig
 from verl_slurm.loops.session import Session
 from verl_slurm.quickstart import tiny_model as quickstart_model
 from verl_slurm.quickstart.arithmetic_data import build_data
@@ -109,12 +105,7 @@ class Runs:
             checkpoint=checkpoint or CheckpointConfig(every_steps=1, keep_last=2),
         )
 
-    def start(
-        self,
-        paths: RunPaths,
-        *,
-        script: dict[str, Any] | None = None,
-    ) -> Ended:
+    def start(self, paths: RunPaths, *, script: dict[str, Any] | None = None) -> Ended:
         """One attempt: take its number, choose what to resume from, run all ranks to their end."""
         epoch = take_epoch(paths, job_id="test", restart=0).epoch
         resume = choose_resume(paths, "auto").name or ""

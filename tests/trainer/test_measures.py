@@ -6,7 +6,6 @@ import torch
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.trainer.measures.metrics import (
     explained_variance,
-    spread_of_scores,
     step_costs,
     step_measures,
 )
@@ -42,7 +41,6 @@ def test_where_nothing_varies_nothing_is_explained() -> None:
 
 def test_scores_spread_and_without_a_critic_there_is_nothing_about_one() -> None:
     assert _measured(RETURNS)["reward_std"] == 0.5
-    assert spread_of_scores(4.0, 4.0, 4.0) == 0.0
     row = step_measures({"scores": torch.tensor([0.0, 1.0])}, {}, MASK, Collective(None))
     assert row == {"reward_std": 0.5, "equal_rewards": 0.0}
 

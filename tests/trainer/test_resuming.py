@@ -29,11 +29,7 @@ from verl_slurm.checkpoint.format.state_schema import current_schema, render_sch
 from verl_slurm.checkpoint.store.chunks import entry_of
 from verl_slurm.checkpoint.store.frozen import store_frozen
 from verl_slurm.config.load import dump
-from verl_slurm.config.schema import (
-    DistributedConfig,
-    EncryptionConfig,
-    TrainConfig,
-)
+from verl_slurm.config.schema import DistributedConfig, EncryptionConfig, TrainConfig
 from verl_slurm.dataset.fingerprint.data_record import fingerprint
 from verl_slurm.runtime_state import ledger
 from verl_slurm.runtime_state.ledger import Ledger

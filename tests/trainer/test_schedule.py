@@ -49,11 +49,7 @@ def test_every_schedule_is_what_one_reckons_by_hand(schedule: str) -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "first", "last"),
-    [
-        ("linear", 0.8, 0.2 + 0.6 / 8),
-        ("cosine", 0.8, 0.2 + 0.6 * 0.03806),
-        ("wsd", 0.8, 0.2 + 0.6 / 4),
-    ],
+    [("linear", 0.8, 0.2 + 0.6 / 8), ("cosine", 0.8, 0.2 + 0.6 * 0.03806), ("wsd", 0.8, 0.2 + 0.6 / 4)],
 )
 def test_what_falls_falls_to_the_floor_and_no_lower(schedule: str, first: float, last: float) -> None:
     config = _config(schedule, lr_min_ratio=0.25)
@@ -91,12 +87,7 @@ def test_the_cosine_has_the_bits_it_always_had() -> None:
         ("cosine", "cosine", {}, 0.0),
         ("cosine", "cosine_with_min_lr", {"min_lr_rate": 0.1}, 0.1),
         ("inverse_sqrt", "inverse_sqrt", {}, 0.0),
-        (
-            "wsd",
-            "warmup_stable_decay",
-            {"num_decay_steps": 12, "decay_type": "linear"},
-            0.0,
-        ),
+        ("wsd", "warmup_stable_decay", {"num_decay_steps": 12, "decay_type": "linear"}, 0.0),
         (
             "wsd",
             "warmup_stable_decay",

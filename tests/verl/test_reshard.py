@@ -98,9 +98,7 @@ def with_pickle(shard: Path, change: Callable[[bytes], bytes], compression: int 
 
 
 @pytest.mark.scenario("L21")
-def test_two_ranks_three_one_and_two_hold_the_same_tensors(
-    tmp_path: Path,
-) -> None:
+def test_two_ranks_three_one_and_two_hold_the_same_tensors(tmp_path: Path) -> None:
     first = step = fsdp2_step(tmp_path, 4, 2)
     for ranks in (3, 1, 2):
         step = divided(step, ranks, tmp_path / f"of_{ranks}_{step.parent.name[-1]}")
@@ -494,10 +492,7 @@ def test_the_process_ends_before_its_directory_is_removed(tmp_path: Path) -> Non
             raise KeyboardInterrupt
 
     began = time.monotonic()
-    with (
-        pytest.raises(KeyboardInterrupt),
-        start_division(tmp_path, 3, python_that(program)) as division,
-    ):
+    with pytest.raises(KeyboardInterrupt), start_division(tmp_path, 3, python_that(program)) as division:
         division.divide(tmp_path / "new", leave)
     assert time.monotonic() - began < 60
     assert not psutil.pid_exists(int(mark.read_text()))

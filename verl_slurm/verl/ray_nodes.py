@@ -96,9 +96,7 @@ def ray_environment(environ: Mapping[str, str], token_file: Path, head: str, nod
         "TORCH_GLOO_LAZY_INIT": "0",  # a group's connections are checked when it is built
     }
     # Ray kills workers when the whole machine's memory is short. Slurm has given us a part of it and watches that.
-    unless_said = {
-        "RAY_memory_monitor_refresh_ms": "0",
-    }
+    unless_said = {"RAY_memory_monitor_refresh_ms": "0"}
     if nodes == 1:
         unless_said["GLOO_SOCKET_IFNAME"] = "lo"
     others = {key: value for key, value in environ.items() if key != "RAY_AUTH_TOKEN"}

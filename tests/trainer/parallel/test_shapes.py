@@ -192,8 +192,7 @@ def _distance(root: Path, run: str, like: str, domain: str) -> float:
 
 
 @pytest.mark.parametrize(
-    "run",
-    [*marked("two", "twice", "mixed", "qwen3-tp"), pytest.param("tp", marks=pytest.mark.variant)],
+    "run", [*marked("two", "twice", "mixed", "qwen3-tp"), pytest.param("tp", marks=pytest.mark.variant)]
 )
 def test_a_run_stopped_anywhere_ends_with_the_same_bits_in_the_same_shape(root: Path, run: str) -> None:
     result = compare(_final(root, run), _final(root, f"{run}-stopped"))

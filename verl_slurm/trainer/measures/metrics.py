@@ -40,18 +40,13 @@ def step_measures(
         mine += _value_sums(estimates["returns"], scored["old_values"], mask)
     # One collective for all columns; sums in rank order give the same bits on every rank.
     sums = ranks.sum(mine)
-    row = {"reward_std": spread_of_scores(*sums[:3])}
+    row = {"reward_std": math.sqrt(_variance(*sums[:3]))}
     # Rounding leaves about 1e-16 of the mean square.
     no_spread = _variance(*sums[:3]) <= 1e-12 * sums[2] / max(sums[0], 1.0)
     row["equal_rewards"] = float(no_spread) if group is None else sums[4] / max(sums[3], 1.0)
     if has_critic:
         row["explained_variance"] = explained_variance(*sums[5:])
     return row
-
-
-def spread_of_scores(count: float, total: float, squares: float) -> float:
-    """Returns the standard deviation of `count` scores."""
-    return math.sqrt(_variance(count, total, squares))
 
 
 def explained_variance(

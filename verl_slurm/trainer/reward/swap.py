@@ -154,9 +154,7 @@ class RewardSwap:
         try:
             # By rank 0: the others load what it hashed, and refuse a source that differs on their node.
             digest = self._ranks.on_first(
-                "looking at the new reward",
-                lambda: digest_and_keep(self._paths, due.reward, self._keep),
-                str,
+                "looking at the new reward", lambda: digest_and_keep(self._paths, due.reward, self._keep), str
             )
             new, scores = self._ranks.together(
                 "trying the new reward", lambda: self._try(due.reward, digest, state.reward)

@@ -102,11 +102,7 @@ def prepare_ranks(
         with division_of(source, ranks, python, below=[staging.directory], on_bytes=on_bytes) as division:
             require_room(source, division.plan, divided.checkpoints)
             return write_checkpoint(
-                source,
-                division,
-                staging,
-                epoch_check=lambda: require_epoch(paths, epoch),
-                on_bytes=on_bytes,
+                source, division, staging, epoch_check=lambda: require_epoch(paths, epoch), on_bytes=on_bytes
             )
     except BaseException:
         shutil.rmtree(staging.directory, ignore_errors=True)

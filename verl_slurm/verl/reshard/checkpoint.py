@@ -13,12 +13,13 @@ The source is read and never changed. The result keeps its name, its step and al
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -26,7 +27,7 @@ from verl_slurm.base import bounded
 from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, NoRoom
 from verl_slurm.base.files import fsync_path, write_file
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.base.tree import list_tree, open_directory
+from verl_slurm.base.tree import files_below
 from verl_slurm.checkpoint.decide.storage import need_of_next
 from verl_slurm.checkpoint.format.specification import MANIFEST, Manifest, Topology, guest_directory
 from verl_slurm.checkpoint.store.commit import StagingDirectory, commit, seal
@@ -139,15 +140,9 @@ def python_for(source: DivisionSource, contained: Callable[..., list[str]]) -> R
     return partial(ranks_python, load_own(run.run_yaml), contained)
 
 
-@contextmanager
 def division_of(
-    source: DivisionSource,
-    ranks: int,
-    python: RanksPython,
-    *,
-    below: Sequence[Path] = (),
-    on_bytes: OnBytes = lambda _: None,
-) -> Iterator[Division]:
+    source: DivisionSource, ranks: int, python: RanksPython, **how: Any
+) -> AbstractContextManager[Division]:
     """Plans the same state on `ranks` ranks. Arguments as of `dividing.start_division`.
 
     Raises:
@@ -155,8 +150,7 @@ def division_of(
         VerlSlurmError, OSError: as `dividing.start_division`.
     """
     require_fsdp(source, ranks)
-    with start_division(source.step, ranks, python, below=below, on_bytes=on_bytes) as division:
-        yield division
+    return start_division(source.step, ranks, python, **how)
 
 
 def require_fsdp(source: DivisionSource, ranks: int) -> None:
@@ -168,8 +162,7 @@ def require_fsdp(source: DivisionSource, ranks: int) -> None:
         OSError: it cannot be read.
     """
     step = source.step
-    with open_directory(step) as root:
-        names = [entry.path for entry in list_tree(root) if entry.kind == "file"]
+    names = [*files_below(step)]
     if is_distributed(names):
         raise ConfigError(
             "only checkpoints of verl's FSDP engine can be divided anew",
@@ -200,8 +193,7 @@ def require_room(source: DivisionSource, plan: ReshardPlan, where: Path) -> None
     Raises:
         NoRoom: it does not.
     """
-    with open_directory(source.step) as root:
-        sizes = [entry.info.st_size for entry in list_tree(root) if entry.kind == "file"]
+    sizes = [info.st_size for info in files_below(source.step).values()]
     # What is whole on every rank, and the descriptions, grow with the ranks; all else stays.
     num_bytes = max(sum(sizes), plan.written_bytes)
     num_files = len(sizes) * max(1, -(-plan.after // plan.before))
@@ -240,13 +232,11 @@ def write_checkpoint(
             if entry.path == _METADATA:
                 data = _with_record(data, manifest, plan, tensors)
             write_file(directory / entry.path, data, durable=False)
-    with open_directory(directory) as root:
-        names = [entry.path for entry in list_tree(root) if entry.kind == "file"]
     made = msgspec.structs.replace(
         manifest,
         world_size=plan.after,
         topology=Topology(dp=plan.after),
-        files=tuple(seal(directory, names)),
+        files=tuple(seal(directory, [*files_below(directory)])),
         created_utc=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
         save_seconds=round(time.monotonic() - began, 3),
     )

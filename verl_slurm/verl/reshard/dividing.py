@@ -43,15 +43,7 @@ exec {{_verl_slurm_output}}>&1 1>&2 {{_verl_slurm_input}}<&0 </dev/null
 {script}exec "${{_verl_slurm_argv[@]}}" >&"$_verl_slurm_output" <&"$_verl_slurm_input"
 """
 # Pyxis is a plugin of srun: the image is started by a step of one task, beside the others.
-_IN_STEP = [
-    "srun",
-    "--nodes=1",
-    "--ntasks=1",
-    "--overlap",
-    "--mpi=none",
-    "--cpu-bind=none",
-    "--quiet",
-]
+_IN_STEP = ["srun", "--nodes=1", "--ntasks=1", "--overlap", "--mpi=none", "--cpu-bind=none", "--quiet"]
 _MISSING = re.compile(r"No module named '([\w.]+)'")
 
 
