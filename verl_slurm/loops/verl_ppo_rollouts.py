@@ -113,16 +113,19 @@ class Rollouts:
             DataError: it does not say where in the data.
         """
         resume = self._session.resume
-        if resume is not None and checkpoint_order(resume.name) is not None:
-            # verl begins with step 0, or with the first prompt, where it finds nothing, and says so in its log alone.
-            if not (steps := resume / guest_directory("verl", step) / "data.pt").is_file():
-                raise CheckpointCorrupt(
-                    "verl did not resume from where it was told to",
-                    where=steps,
-                    found="no such file",
-                    expected=f"the step of {resume.name}, and where in the data it is from",
-                    remedy="resume from an older one, or from another run's",
-                )
+        # verl begins with step 0, or with the first prompt, where it finds nothing, and says so in its log alone.
+        if (
+            resume is not None
+            and checkpoint_order(resume.name) is not None
+            and not (data := resume / guest_directory("verl", step) / "data.pt").is_file()
+        ):
+            raise CheckpointCorrupt(
+                "verl did not resume from where it was told to",
+                where=data,
+                found="no such file",
+                expected=f"the step of {resume.name}, and where in the data it is from",
+                remedy="resume from an older one, or from another run's",
+            )
         found = read_positions(resume) if resume is not None else None
         found = found or Positions(step * self._batch_size)
         self._next, self._open = found.next, dict(found.open)
