@@ -8,7 +8,6 @@ The safe points of a run of one step here, by number:
     0 step 0    1 generate    2 score    3 advantage    4 update    5 update    6 the end
 """
 
-import contextlib
 import json
 import os
 import subprocess
@@ -16,13 +15,12 @@ import sys
 from pathlib import Path
 
 import msgspec
-import psutil
 import pytest
 
 from tests.builders import new_training, train_config
 from tests.families import TINY, build_family
 from tests.lanes import has_variants
-from tests.processes import python_path
+from tests.processes import torchrun
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import TrainConfig
 from verl_slurm.save.ranks.compare import compare
@@ -31,7 +29,6 @@ ALL = os.environ.get("VERL_SLURM_FAMILIES") == "all"
 # The first test's time is that of all runs: the fixture makes them.
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(7200 if ALL else 1800), pytest.mark.long]
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 # What differs in its layers, its positions or its weights from the others here.
 USUAL = ("deepseek_v3", "gemma3_text", "gpt2", "gpt_oss", "llama-tied", "opt", "qwen3")
 USUAL = USUAL if has_variants() else ("gpt2",)
@@ -71,20 +68,10 @@ def _make(
 
 
 def _live(plan: list[tuple[RunPaths, list[tuple[int | None, str]]]]) -> None:
-    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    argv += ["-m", "tests.trainer.families_worker"]
-    argv += [json.dumps([(str(paths.root), lives) for paths, lives in plan])]
-    environ = os.environ | python_path() | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    pipe = subprocess.PIPE
-    with subprocess.Popen(argv, cwd=REPOSITORY, env=environ, text=True, stdout=pipe, stderr=pipe) as ranks:
-        try:
-            out, err = ranks.communicate(timeout=600)
-        finally:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                for process in psutil.Process(ranks.pid).children(recursive=True):
-                    process.kill()
-    assert ranks.returncode == 0, err[-4000:]
-    sys.stdout.write(out)
+    words = json.dumps([(str(paths.root), lives) for paths, lives in plan])
+    ranks = torchrun("-m", "tests.trainer.lives_worker", words, "families", timeout_s=600)
+    assert ranks.returncode == 0, ranks.stderr[-4000:]
+    sys.stdout.write(ranks.stdout)
 
 
 @pytest.fixture(scope="module")

@@ -6,27 +6,22 @@ Every start is torchrun with two ranks on gloo. The safe points of a process of 
     13 step 1   14-16 generate  17-20 score  21 advantage   22-25 update   26 the end
 """
 
-import contextlib
 import json
 import os
 import random
 import re
-import signal
-import subprocess
-import sys
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import msgspec
-import psutil
 import pytest
 
 from tests.builders import new_training, run_config, train_config, write_config
 from tests.fakes.daemon import Daemon
 from tests.ledger_stats import ledger_stats
-from tests.processes import python_path, tell
+from tests.processes import torchrun
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.fence import take_epoch
@@ -72,17 +67,6 @@ TRAIN = train_config(
     weight_decay=0.01,
     entropy_coef=0.01,
 )
-REPOSITORY = Path(__file__).resolve().parents[2]
-_START_TIMEOUT_S = 240.0
-
-
-@dataclass
-class Ended:
-    """How one start went."""
-
-    code: int
-    out: str
-    err: str
 
 
 class Runs:
@@ -105,30 +89,15 @@ class Runs:
             checkpoint=checkpoint or CheckpointConfig(every_steps=1, keep_last=2),
         )
 
-    def start(self, paths: RunPaths, *, script: dict[str, Any] | None = None) -> Ended:
+    def start(self, paths: RunPaths, *, script: dict[str, Any] | None = None) -> "CompletedProcess[str]":
         """One attempt: take its number, choose what to resume from, run all ranks to their end."""
         epoch = take_epoch(paths, job_id="test", restart=0).epoch
         resume = choose_resume(paths, "auto").name or ""
         world = load.load_resolved(paths.run_yaml).distributed.world_size
         module = "tests.fakes.scripted_rank" if script else "verl_slurm.trainer"
-        argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-        argv += ["-m", "--", module, "--run", str(paths.root), "--epoch", str(epoch), "--resume", resume]
-        environ = os.environ | python_path() | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        environ.pop("VERL_SLURM_CONTROL", None)
-        if script:
-            environ["VS_TEST_SCRIPT"] = json.dumps(script)
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        with subprocess.Popen(argv, cwd=REPOSITORY, env=environ, text=True, **pipes) as process:  # type: ignore[call-overload]
-            try:
-                out, err = process.communicate(timeout=_START_TIMEOUT_S)
-            finally:
-                _end_tree(process.pid)
-        return Ended(process.returncode, out, err)
-
-
-def _end_tree(pid: int) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        tell([*psutil.Process(pid).children(recursive=True), psutil.Process(pid)], signal.SIGKILL)
+        words = ["-m", "--", module, "--run", str(paths.root), "--epoch", str(epoch), "--resume", resume]
+        environ = {"VS_TEST_SCRIPT": json.dumps(script)} if script else {}
+        return torchrun(*words, ranks=world, **environ)
 
 
 def _final(paths: RunPaths) -> Path:
@@ -147,8 +116,11 @@ def undisturbed(runs: Runs) -> RunPaths:
     """A run from start to end in one go."""
     paths = runs.make("undisturbed")
     ended = runs.start(paths)
-    assert ended.code == 0, ended.err
-    assert [line.split()[1] for line in ended.out.splitlines() if line.startswith("step ")] == ["1/2", "2/2"]
+    assert ended.returncode == 0, ended.stderr
+    assert [line.split()[1] for line in ended.stdout.splitlines() if line.startswith("step ")] == [
+        "1/2",
+        "2/2",
+    ]
     return paths
 
 
@@ -162,9 +134,9 @@ def _assert_nothing_changed(paths: RunPaths, undisturbed: RunPaths) -> None:
     assert journal.problems == ()
 
 
-def _replayed(ended: Ended) -> int:
+def _replayed(ended: "CompletedProcess[str]") -> int:
     """Micro-batches of rank 0 that the start found in the ledger."""
-    return int(ended.out.partition(" micro-batches of rank 0 in the ledger")[0].rsplit(maxsplit=1)[1])
+    return int(ended.stdout.partition(" micro-batches of rank 0 in the ledger")[0].rsplit(maxsplit=1)[1])
 
 
 @pytest.mark.long
@@ -176,14 +148,14 @@ def test_rollouts_that_were_refused_are_replayed_from_no_checkpoint_and_no_ledge
     # The engine misses the weights of step 2, and while that is being scored the run is stopped and saved.
     script = {"rank": None, "safe_point": 12, "action": "lose_sync", "stop_at": 18}
     stopped = runs.start(paths, script=script)
-    assert stopped.code == 0, stopped.err
+    assert stopped.returncode == 0, stopped.stderr
     refused = runs.start(paths)
-    assert "resumed step_000001_sp" in refused.out
-    assert "are not the policy's: step 2 (found a mean" in refused.err
-    assert f"exitcode  : {ExitCode.ROLLOUT:d} " in refused.err
+    assert "resumed step_000001_sp" in refused.stdout
+    assert "are not the policy's: step 2 (found a mean" in refused.stderr
+    assert f"exitcode  : {ExitCode.ROLLOUT:d} " in refused.stderr
     mended = runs.start(paths)
-    assert mended.code == 0, mended.err
-    assert "rollouts of step 2 were refused: it begins anew, not at step 1 score 1" in mended.out
+    assert mended.returncode == 0, mended.stderr
+    assert "rollouts of step 2 were refused: it begins anew, not at step 1 score 1" in mended.stdout
     assert compare(_final(undisturbed), _final(paths)).same
     # What was refused was sampled twice, and nothing else was.
     assert {step for step, _ in ledger_stats(paths).duplicates} == {1}
@@ -197,10 +169,10 @@ def test_when_and_what_a_run_saves_changes_no_bit_of_it(runs: Runs, undisturbed:
     )
     paths = runs.make("paced", checkpoint)
     ended = runs.start(paths)
-    assert ended.code == 0, ended.err
-    assert "saves once in 1000 steps: it is not known yet how long a step takes" in ended.out
-    assert "saved partial/checkpoints/step_000001 (" in ended.out
-    assert re.search(r"^saved step_000002 \(.*\): the last step$", ended.out, re.MULTILINE)
+    assert ended.returncode == 0, ended.stderr
+    assert "saves once in 1000 steps: it is not known yet how long a step takes" in ended.stdout
+    assert "saved partial/checkpoints/step_000001 (" in ended.stdout
+    assert re.search(r"^saved step_000002 \(.*\): the last step$", ended.stdout, re.MULTILINE)
     assert not paths.checkpoint(1).exists()
     assert not paths.partial.checkpoint(2).exists()
     verdict = verify(paths.partial.checkpoint(1))
@@ -220,11 +192,11 @@ def test_a_killed_run_replays_its_ledger_and_ends_with_the_same_bits(
     number = dice.randrange(15, 25)
     script = {"rank": dice.randrange(WORLD), "safe_point": number, "action": "alarm"}
     first = runs.start(paths, script=script | {"seconds": dice.uniform(1e-4, 0.1)})
-    assert first.code != 0
+    assert first.returncode != 0
     # The periodic save is written beside the training, and may not have been done by then.
     saved = choose_resume(paths, "auto").name == "step_000001"
     second = runs.start(paths)
-    assert second.code == 0, second.err
+    assert second.returncode == 0, second.stderr
     # A rank that is at safe point 15 knows that every rank has passed 14: one micro-batch of step 1 is done.
     assert _replayed(second) >= min(number - 14, 4) + (0 if saved else 4)
     _assert_nothing_changed(paths, undisturbed)
@@ -240,14 +212,14 @@ def test_an_encrypted_run_that_is_killed_ends_with_the_same_bits_and_none_of_the
     new_key_file(tmp_path / "run.key")
     paths = runs.make("encrypted", CheckpointConfig(every_steps=1, keep_last=2, encryption=encryption))
     first = runs.start(paths, script={"rank": 1, "safe_point": 18, "action": "kill"})
-    assert first.code != 0
+    assert first.returncode != 0
     keys = load_keys(encryption)
     # The periodic save is written beside the training, and may not have been done by then.
     saved = any(
         verify(info.path, keys=keys).ok for info in list_checkpoints(paths) if info.kind == "committed"
     )
     second = runs.start(paths)
-    assert second.code == 0, second.err
+    assert second.returncode == 0, second.stderr
     assert _replayed(second) == (4 if saved else 8)
     result = compare(_final(undisturbed), _final(paths), None, keys)
     assert result.same, result.differing
@@ -278,8 +250,8 @@ def test_a_save_that_fails_on_one_rank_is_said_and_training_goes_on(
 ) -> None:
     paths = runs.make("broken_save")
     ended = runs.start(paths, script={"rank": 1, "safe_point": 5, "action": "break_save"})
-    assert ended.code == 0, ended.err
-    assert "save failed: writing the checkpoint failed (found rank 1: OSError: [Errno 28]" in ended.err
+    assert ended.returncode == 0, ended.stderr
+    assert "save failed: writing the checkpoint failed (found rank 1: OSError: [Errno 28]" in ended.stderr
     names = sorted(path.name for path in paths.checkpoints.iterdir())
     assert names == ["latest", "step_000002"]
     _assert_nothing_changed(paths, undisturbed)
@@ -388,9 +360,9 @@ def test_a_run_leaves_its_layout_and_private_files_and_started_again_does_nothin
     assert (_final(undisturbed) / "orchestration.json").read_bytes() == undisturbed.orchestration.read_bytes()
     before = ledger_stats(undisturbed)
     ended = runs.start(undisturbed)
-    assert ended.code == 0, ended.err
-    assert "resumed step_000002" in ended.out
-    assert "saved" not in ended.out
+    assert ended.returncode == 0, ended.stderr
+    assert "resumed step_000002" in ended.stdout
+    assert "saved" not in ended.stdout
     assert ledger_stats(undisturbed) == before
     every = [path for path in undisturbed.root.rglob("*") if not path.is_symlink()]
     assert [path for path in every if path.stat().st_mode & 0o077] == []
@@ -408,9 +380,9 @@ def test_changed_data_is_refused_with_its_exit_code(runs: Runs, undisturbed: Run
     config = msgspec.structs.replace(config, data=DataConfig(root=str(data)))
     write_config(paths, config)
     ended = runs.start(paths)
-    assert ended.code != 0
-    assert "rank 0: the data set is not the one the run started with" in ended.err
-    assert f"exitcode  : {ExitCode.DATASET_DRIFT.value}" in ended.err
+    assert ended.returncode != 0
+    assert "rank 0: the data set is not the one the run started with" in ended.stderr
+    assert f"exitcode  : {ExitCode.DATASET_DRIFT.value}" in ended.stderr
     assert not paths.orchestration.exists()
 
 
