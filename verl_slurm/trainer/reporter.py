@@ -14,7 +14,7 @@ from verl_slurm.loops.session import Session
 from verl_slurm.save.ranks.saver import SavedCheckpoint
 from verl_slurm.trainer.measures import console
 from verl_slurm.trainer.state.position import Position
-from verl_slurm.wire.messages import MAX_NOTICE, Progress, SavedOnNodes
+from verl_slurm.wire.messages import MAX_NOTICE, SavedOnNodes
 
 if TYPE_CHECKING:
     from torch.utils import tensorboard as tb
@@ -56,7 +56,6 @@ class Reporter:
     ) -> None:
         self.session, self._rank, self._total_steps = session, session.rank, total_steps
         self._gpu_memory = gpu_memory
-        self._safe_points = 0
         self._step, self._stall_s = first_step, 0.0
         self._num_failed = 0
         self._has_warned_of_equal_rewards = False
@@ -67,20 +66,15 @@ class Reporter:
 
     def at(self, position: Position, new_rollouts: int, metrics: dict[str, float] | None = None) -> None:
         """Reports that a safe point was reached; `position` comes next."""
-        # The daemon tells a hang by a count that stands still: the others wait for the rank with the fewest.
-        self._safe_points += 1
-        # From every rank: a hang is found, and blamed, rank by rank.
-        self.session.line.send(
-            Progress(
-                rank=self._rank,
-                step=position.step,
-                phase=position.phase,
-                index=position.index,
-                safe_points=self._safe_points,
-                new_rollouts=new_rollouts,
-                metrics=metrics or {},
-                gpu_memory_percent=self._gpu_memory(),
-            )
+        # From every rank: a hang is found, and blamed, rank by rank; the others wait for the one with the fewest.
+        self.session.safe_points += 1
+        self.session.tell_progress(
+            position.step,
+            metrics or {},
+            phase=position.phase,
+            index=position.index,
+            new_rollouts=new_rollouts,
+            gpu_memory_percent=self._gpu_memory(),
         )
 
     def step_done(self, row: dict[str, float], timings: dict[str, float]) -> None:
