@@ -17,7 +17,7 @@ from verl_slurm.checkpoint.store.loop_checkpoint import LoopSave, commit_tree, f
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.verl.reshard import at_start
+from verl_slurm.verl.reshard import checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(autouse=True)
 def _without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        at_start,
+        checkpoint,
         "ranks_python",
         lambda config, contained, module, places, **how: fake_divider(module, places),
     )

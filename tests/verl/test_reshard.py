@@ -30,8 +30,7 @@ from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.cli.__main__ import main
 from verl_slurm.verl.positions import Positions, positions_file
 from verl_slurm.verl.reshard import checkpoint as resharding, torch_shards
-from verl_slurm.verl.reshard.at_start import prepare_ranks
-from verl_slurm.verl.reshard.checkpoint import DivisionSource, division_of, open_source
+from verl_slurm.verl.reshard.checkpoint import DivisionSource, division_of, open_source, prepare_ranks
 from verl_slurm.verl.reshard.dividing import Command, RanksPython, start_division, this_python
 from verl_slurm.verl.tracker import tracker_file
 
