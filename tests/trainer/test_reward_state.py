@@ -122,7 +122,7 @@ def test_it_travels_in_the_runtime_state_and_to_another_number_of_ranks() -> Non
 
 def _swap(root: Path, plan: RewardPlan | None = None, **options: Any) -> RewardSwap:
     said: list[str] = []
-    anything: Any = SimpleNamespace(complain=said.append, notice=said.append)
+    anything: Any = SimpleNamespace(complain=said.append, notice=lambda text, **_: said.append(text))
     return RewardSwap(
         paths=RunPaths(root),
         epoch=1,

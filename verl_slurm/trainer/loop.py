@@ -16,7 +16,6 @@ import torch
 from verl_slurm.base.errors import Fenced, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.checkpoint.decide.best import Best, is_new_best
-from verl_slurm.checkpoint.decide.notice import LoudNotice
 from verl_slurm.checkpoint.format.components import partial_domains
 from verl_slurm.config.roles import EVAL_PREFIX
 from verl_slurm.config.schema import RunConfig
@@ -302,7 +301,7 @@ class Loop:
             if saving.partial:
                 self._pace.partial_ends()
                 text = f"partial save failed: {error.one_line()}"
-                self._reporter.notice(LoudNotice(topic="partial", text=text, loud=True))
+                self._reporter.notice(text, topic="partial", loud=True)
             else:
                 self._save_problem = error.one_line()
                 self._reporter.save_failed(saving.request_id, self._save_problem)
@@ -317,7 +316,7 @@ class Loop:
         if saving.partial:
             self._pace.partial_ends()
             text = f"saved partial/checkpoints/{done.name} ({done.num_bytes} bytes, {done.seconds:.2f} s): {saving.why}"
-            self._reporter.notice(LoudNotice(topic="partial", text=text, loud=False))
+            self._reporter.notice(text, topic="partial")
             return
         self._saved = (saving.position, done)
         self._save_problem = done.problem or None

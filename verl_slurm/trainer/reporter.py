@@ -8,13 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl_slurm.checkpoint.decide.notice import LoudNotice
 from verl_slurm.config.roles import EVAL_PREFIX
 from verl_slurm.loops.session import Session
 from verl_slurm.save.ranks.saver import SavedCheckpoint
 from verl_slurm.trainer.measures import console
 from verl_slurm.trainer.state.position import Position
-from verl_slurm.wire.messages import MAX_NOTICE, SavedOnNodes
+from verl_slurm.wire.messages import MAX_NOTICE, SavedOnNodes, Topic
 
 if TYPE_CHECKING:
     from torch.utils import tensorboard as tb
@@ -87,7 +86,7 @@ class Reporter:
         if row.get("equal_rewards") == 1.0 and not self._has_warned_of_equal_rewards:
             self._has_warned_of_equal_rewards = True
             text = f"step {row['step']:.0f}: all rewards equal ({row['reward']:.4g}): nothing is learned from them"
-            self.notice(LoudNotice(topic="reward", text=text, loud=True))
+            self.notice(text, topic="reward", loud=True)
         curves = {
             name if "/" in name else f"train/{name}": value for name, value in row.items() if name != "step"
         }
@@ -103,7 +102,7 @@ class Reporter:
             f"{name} {value:.4g}" for name, value in row.items() if name.startswith(EVAL_PREFIX)
         )
         text = f"step {row['step']:.0f}: {found}  in {seconds:.1f} s{news}"
-        self.notice(LoudNotice(topic="evaluation", text=text, loud=False))
+        self.notice(text, topic="evaluation")
 
     def stalled(self, seconds: float) -> None:
         """Reports that training waited for a save: for an unfinished copy, or for a previous save still being
@@ -154,11 +153,11 @@ class Reporter:
             self._num_failed += 1
             self._curves(lambda: self._draw({"save/failed": float(self._num_failed)}, self._step))
 
-    def notice(self, notice: LoudNotice) -> None:
+    def notice(self, text: str, *, topic: Topic, loud: bool = False) -> None:
         """Sends a notice to the daemon, which journals it, and to the log; from rank 0."""
-        self.session.notice(notice.text, topic=notice.topic, loud=notice.loud)
+        self.session.notice(text, topic=topic, loud=loud)
         # Cut as the session cuts it, so that log and journal say the same.
-        (self.complain if notice.loud else self.say)(notice.text[:MAX_NOTICE])
+        (self.complain if loud else self.say)(text[:MAX_NOTICE])
 
     def complain(self, text: str) -> None:
         """Reports a problem that does not stop the training; one line on stderr, from rank 0."""

@@ -30,7 +30,6 @@ from torch import Tensor
 from verl_slurm.base.errors import DataError, Fenced, VerlSlurmError
 from verl_slurm.base.fence import require_epoch
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.decide.notice import LoudNotice
 from verl_slurm.save.ranks.collective import Collective, RanksFailed
 from verl_slurm.trainer.data import Batch
 from verl_slurm.trainer.objective.warm_start import IDENTITY, matching
@@ -306,4 +305,4 @@ class RewardSwap:
         )
 
     def _tell(self, text: str, *, loud: bool) -> None:
-        self._reporter.notice(LoudNotice(topic="reward", text=text, loud=loud))
+        self._reporter.notice(text, topic="reward", loud=loud)
