@@ -34,7 +34,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.loop_checkpoint import for_ranks, require_guest
 from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.checkpoint.store.verify import read_manifest
-from verl_slurm.verl.reshard.at_start import prepare_ranks
+from verl_slurm.verl.reshard.checkpoint import prepare_ranks
 from verl_slurm.verl.reshard.dividing import this_python
 
 _LAST, _FURTHER, _EPOCH = 6, 7, 8

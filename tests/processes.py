@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +42,31 @@ def captured(
     return subprocess.run(
         argv, env=env, cwd=cwd, input=input, timeout=timeout, check=check, capture_output=True, text=True
     )
+
+
+def torchrun(
+    *words: str | Path, ranks: int = 2, timeout_s: float = 240.0, **environ: str
+) -> "subprocess.CompletedProcess[str]":
+    """Runs ranks on this machine until all have ended, and leaves none behind. No agent is told of them."""
+    argv = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+        *words,
+    ]
+    env = os.environ | python_path() | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | environ
+    env.pop("VERL_SLURM_CONTROL", None)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, cwd=ROOT, env=env, text=True, stdout=pipe, stderr=pipe) as process:
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                launcher = psutil.Process(process.pid)
+                tell([*launcher.children(recursive=True), launcher], signal.SIGKILL)
+    return subprocess.CompletedProcess(argv, process.returncode, out, err)
 
 
 def free_port() -> int:

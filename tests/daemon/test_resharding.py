@@ -17,7 +17,7 @@ from verl_slurm.checkpoint.store.loop_checkpoint import LoopSave, commit_tree, f
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.verl.reshard import at_start
+from verl_slurm.verl.reshard import checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(autouse=True)
 def _without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        at_start,
+        checkpoint,
         "ranks_python",
         lambda config, contained, module, places, **how: fake_divider(module, places),
     )
@@ -79,14 +79,14 @@ def test_the_ranks_find_a_copy_for_their_number_and_the_journal_says_so(paths: R
 def test_the_same_number_of_ranks_and_a_first_start_make_nothing(paths: RunPaths) -> None:
     assert started(paths, 2, point(paths))
     assert started(paths, 2, ResumePoint("", (), ""))
-    assert not paths.resharded.root.exists()
+    assert list(paths.resharded.root.glob("checkpoints/*")) == []
     assert told(paths, "resharded") == []
 
 
 def test_an_attempt_that_has_to_end_starts_no_ranks_and_keeps_nothing(paths: RunPaths) -> None:
     at = point(paths)
     assert not started(paths, 3, at, leaving=True)
-    assert not paths.resharded.root.exists()
+    assert list(paths.resharded.root.glob("checkpoints/*")) == []
     assert told(paths, "resharded") == []
 
 

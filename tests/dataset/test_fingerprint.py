@@ -66,13 +66,6 @@ def test_content_name_and_kind_count_and_times_and_modes_do_not(root: Path, tmp_
     assert drift(first, fingerprint(root)).added == ("empty",)
 
 
-def test_moving_a_boundary_between_files_changes_the_digest(root: Path) -> None:
-    first = fingerprint(root)
-    (root / "a.jsonl").write_text("a\nb")
-    (root / "b.jsonl").write_text("\n")
-    assert fingerprint(root).digest != first.digest
-
-
 @pytest.mark.parametrize("fault", ["missing", "file", "empty", "broken link", "loop", "pipe", "not utf-8"])
 def test_a_root_that_cannot_be_hashed_is_a_data_error_with_a_remedy(
     root: Path, tmp_path: Path, fault: str

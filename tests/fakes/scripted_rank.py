@@ -7,7 +7,7 @@ signal from outside, cannot be held to one safe point.
 
     rank       which rank acts; null: all of them
     safe_point the how-manieth safe point of this process (0: before any work) it acts at
-    action     stop, save: ask for it as a daemon would; kill: SIGKILL oneself;
+    action     kill: SIGKILL oneself;
                alarm: have the kernel end the process `seconds` later, wherever it is then;
                break_save: let this rank's part of the next save fail;
                lose_sync: from then on the rollout engine gets no weights; with `stop_at`, stop at that one
@@ -51,8 +51,6 @@ class ScriptedLine(NoDaemon):
                     engine.sync = lambda *_: None
                 if number == self._script.get("stop_at"):
                     return SaveRequest(request_id=1, stop=True)
-            case "stop" | "save" as action:
-                return SaveRequest(request_id=1, stop=action == "stop")
         return None
 
     def _break_save(self) -> None:

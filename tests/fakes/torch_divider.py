@@ -35,12 +35,12 @@ def _main(words: list[str]) -> None:
     step, after = Path(words[0]), int(words[1])
     first = next((step / "actor").glob("model_world_size_*_rank_0.pt"))
     before = int(first.name.split("_")[3])
-    if len(words) == 2:
-        role = {"role": "actor", "engine": 2, "num_tensors": 1, "num_divided": 1, "num_bytes": 8}
-        plan = {"before": before, "after": after, "roles": [role], "num_data": None}
-        print(json.dumps({"type": "plan", **plan, "written_bytes": 8, "largest_bytes": 8}))
+    role = {"role": "actor", "engine": 2, "num_tensors": 1, "num_divided": 1, "num_bytes": 8}
+    plan = {"before": before, "after": after, "roles": [role], "num_data": None}
+    print(json.dumps({"type": "plan", **plan, "written_bytes": 8, "largest_bytes": 8}), flush=True)
+    target = Path(sys.stdin.read())
+    if not target.name:
         return
-    target = Path(words[2])
     shutil.copytree(step, target, ignore=shutil.ignore_patterns("*_rank_*"))
     for kind in ("model", "optim", "extra_state"):
         source = step / "actor" / f"{kind}_world_size_{before}_rank_0.pt"

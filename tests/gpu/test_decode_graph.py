@@ -11,8 +11,7 @@ from transformers import Qwen2Config, Qwen3Config
 from verl_slurm.config.schema import DataConfig, RolloutConfig
 from verl_slurm.trainer.data import Batch, PromptData, load_tokenizer
 from verl_slurm.trainer.models import load_causal_lm
-from verl_slurm.trainer.rollout.decode_graph import can_record
-from verl_slurm.trainer.rollout.sampling import HFRollout
+from verl_slurm.trainer.rollout.sampling import HFRollout, can_record
 
 pytestmark = pytest.mark.torch
 

@@ -1,13 +1,16 @@
-"""Run by test_grpo under torchrun: `lives_worker.py PLAN`: many lives of many runs in one start of the ranks.
+"""Run under torchrun: `lives_worker.py PLAN [families]`: many lives of many runs in one start of the ranks.
 
 PLAN is a JSON list of [run directory, [[safe point, how], ...]]. Each pair is a life that ends at that safe point of
 its own: `stop` saves and leaves as a daemon would have it; `die` raises on every rank, so that nothing is saved and
-the next life has the ledger alone; null goes on to the end.
+the next life has the ledger alone; null goes on to the end. With `families` one run's failure is written down beside
+it (RUN/failed), and the next run begins; and a model is sharded layer by layer, as a large one is.
 """
 
 import json
 import os
 import sys
+import time
+import traceback
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,6 +23,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.config.load import load_resolved
 from verl_slurm.save.ranks.collective import Collective
+from verl_slurm.trainer.parallel import fsdp
 from verl_slurm.trainer.place import Place, process_group
 from verl_slurm.trainer.setup import build_loop
 
@@ -61,15 +65,24 @@ def live_through(root: str, lives: Lives, place: Place, device: torch.device, ra
             loop._checkpointer.close()
 
 
-def main(plan: list[tuple[str, Lives]]) -> None:
+def main(plan: list[tuple[str, Lives]], *, families: bool) -> None:
     place = Place.from_environ(os.environ)
-    first = load_resolved(RunPaths(plan[0][0]).run_yaml)
-    with process_group(first, place) as (device, ranks):
+    if families:
+        fsdp._ONE_UNIT_BYTES = 0
+    with process_group(load_resolved(RunPaths(plan[0][0]).run_yaml), place) as (device, ranks):
         for root, lives in plan:
-            live_through(root, lives, place, device, ranks)
+            began = time.perf_counter()
+            try:
+                live_through(root, lives, place, device, ranks)
+            except Exception:
+                if not families:
+                    raise
+                Path(root, "failed").write_text(traceback.format_exc())
+            if place.rank == 0:
+                print(f"{Path(root).name} {time.perf_counter() - began:.2f} s")
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(json.loads(sys.argv[1]), families=sys.argv[2:] == ["families"])
     sys.stdout.flush()
     os._exit(0)  # torch 2.13 may abort at the interpreter's own end: wire.lifeline.run_and_leave

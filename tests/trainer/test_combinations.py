@@ -23,9 +23,7 @@ from verl_slurm.checkpoint.inspect.compare import compare
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.config import load
 from verl_slurm.config.roles import eval_metrics, step_metrics
-from verl_slurm.config.schema import (
-    RunConfig,
-)
+from verl_slurm.config.schema import RunConfig
 from verl_slurm.quickstart import tiny_model as quickstart_model
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.trainer import setup

@@ -1,4 +1,4 @@
-"""Prompts in an order that is a function of seed and offset."""
+"""Prompts in an order that is a function of seed and offset, and which of them are held out: by their text alone."""
 
 import json
 import shutil
@@ -17,7 +17,14 @@ from verl_slurm.base.bounded import vocabulary_of
 from verl_slurm.base.errors import DataError
 from verl_slurm.config.schema import DataConfig
 from verl_slurm.submit.checks.prompt_data import check_data
-from verl_slurm.trainer.data import PromptData, begin_token, load_tokenizer
+from verl_slurm.trainer.data import (
+    PromptData,
+    begin_token,
+    drop_shared,
+    first_by_digest,
+    load_tokenizer,
+    split_by_digest,
+)
 
 pytestmark = pytest.mark.torch
 
@@ -254,3 +261,39 @@ def test_a_text_begins_as_the_models_tokenizer_begins_it(
             assert check_data(run)[0].endswith("1 file, 1 prompt; each begins with <begin>")
     with pytest.raises(DataError, match="found 5 tokens"):
         PromptData(root, load_tokenizer(model), DataConfig(max_prompt_tokens=4), 0)
+
+
+ROWS = [(f"{a}+{b}=", str(a + b)) for a in range(40) for b in range(40)]
+
+
+def test_every_prompt_is_on_one_side_and_the_order_stays() -> None:
+    train, held_out = split_by_digest([*ROWS, *ROWS[::7]], 0.1)
+    assert not set(train) & set(held_out)
+    assert sorted([*train, *held_out]) == sorted([*ROWS, *ROWS[::7]])
+    assert train[: len(ROWS) // 2] == [row for row in ROWS if row in set(train)][: len(ROWS) // 2]
+    assert 0.08 < len(held_out) / len(train) < 0.14
+
+
+def test_a_side_is_of_the_text_alone_so_other_lines_move_nothing() -> None:
+    _, held_out = split_by_digest(ROWS, 0.1)
+    _, later = split_by_digest([("new", "1"), *reversed(ROWS)], 0.1)
+    assert set(held_out) <= set(later) <= {*held_out, ("new", "1")}
+    # Frozen: another split would be another experiment.
+    assert [row for row, _ in held_out[:4]] == ["0+10=", "0+14=", "1+5=", "1+14="]
+
+
+def test_a_larger_share_holds_out_what_a_smaller_one_did() -> None:
+    assert set(split_by_digest(ROWS, 0.1)[1]) < set(split_by_digest(ROWS, 0.2)[1])
+    assert split_by_digest(ROWS, 0.0) == (ROWS, [])
+
+
+def test_what_is_held_out_elsewhere_does_not_train_whatever_its_answer() -> None:
+    assert drop_shared([("a", "1"), ("b", "2"), ("a", "3")], [("a", "9")]) == [("b", "2")]
+
+
+def test_a_cap_takes_each_prompt_once_and_the_same_ones_in_any_order() -> None:
+    few = first_by_digest([*ROWS, *ROWS], 10)
+    assert len(set(few)) == 10
+    assert first_by_digest(list(reversed(ROWS)), 10) == few
+    assert len(first_by_digest(ROWS, 5000)) == len(ROWS)
+    assert first_by_digest([("a", "first"), ("a", "second")], 5) == [("a", "first")]

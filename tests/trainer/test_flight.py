@@ -18,7 +18,7 @@ RANK = """
 import datetime, sys, threading
 from pathlib import Path
 import torch, torch.distributed as dist
-from verl_slurm.trainer.flight_recorder import write_on_request
+from verl_slurm.trainer.place import write_on_request
 rank, store, control, backend = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4]
 device = f"cuda:{rank}" if backend == "nccl" else "cpu"
 dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2)

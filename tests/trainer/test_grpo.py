@@ -6,21 +6,15 @@ The safe points of a process of this configuration, by number:
     9 step 1    10 generate    11-12 score   13 advantage   14-17 update   18 the end
 """
 
-import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
-import psutil
 import pytest
 
 from tests.builders import new_training, train_config, write_config
 from tests.ledger_stats import ledger_stats
-from tests.processes import python_path, tell
+from tests.processes import torchrun
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.inspect.compare import compare
@@ -28,16 +22,12 @@ from verl_slurm.checkpoint.inspect.describe import describe
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.config import load
 from verl_slurm.config.elastic import keep_step
-from verl_slurm.config.schema import (
-    DistributedConfig,
-    TrainConfig,
-)
+from verl_slurm.config.schema import DistributedConfig, TrainConfig
 from verl_slurm.trainer.resuming import check_manifest
 from verl_slurm.trainer.state.train_state import update_metrics
 
 pytestmark = [pytest.mark.torch, pytest.mark.long]
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS, GROUP = 2, 4
 GRPO = train_config(
     algorithm="grpo",
@@ -76,21 +66,10 @@ class Runs:
     def live(self, plan: list[tuple[RunPaths, Lives]]) -> str:
         """Give each run its lives, all with the same ranks; what they said."""
         world = load.load_resolved(plan[0][0].run_yaml).distributed.world_size
-        argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-        argv += ["-m", "tests.trainer.lives_worker"]
-        argv += [json.dumps([(str(paths.root), lives) for paths, lives in plan])]
-        environ = os.environ | python_path() | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        pipe = subprocess.PIPE
-        with subprocess.Popen(
-            argv, cwd=REPOSITORY, env=environ, text=True, stdout=pipe, stderr=pipe
-        ) as ranks:
-            try:
-                out, err = ranks.communicate(timeout=240)
-            finally:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    tell(psutil.Process(ranks.pid).children(recursive=True), signal.SIGKILL)
-        assert ranks.returncode == 0, err[-4000:]
-        return out
+        words = json.dumps([(str(paths.root), lives) for paths, lives in plan])
+        ranks = torchrun("-m", "tests.trainer.lives_worker", words, ranks=world)
+        assert ranks.returncode == 0, ranks.stderr[-4000:]
+        return ranks.stdout
 
 
 def _final(paths: RunPaths) -> Path:

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from verl_slurm.checks import WrongProduct
-from verl_slurm.trainer import known_results as module
-from verl_slurm.trainer.known_results import WrongSum, check_product, check_sum
+from verl_slurm.trainer import place as module
+from verl_slurm.trainer.place import WrongSum, check_product, check_sum
 
 pytestmark = pytest.mark.torch
 CPU = torch.device("cpu")

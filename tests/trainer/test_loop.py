@@ -6,48 +6,33 @@ Every start is torchrun with two ranks on gloo. The safe points of a process of 
     13 step 1   14-16 generate  17-20 score  21 advantage   22-25 update   26 the end
 """
 
-import contextlib
 import json
 import os
 import random
 import re
-import shutil
-import signal
-import socket
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import msgspec
-import psutil
 import pytest
 
 from tests.builders import new_training, run_config, train_config, write_config
 from tests.fakes.daemon import Daemon
 from tests.ledger_stats import ledger_stats
-from tests.processes import python_path, tell
+from tests.processes import torchrun
+from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.fence import take_epoch
-from verl_slurm.base.files import private_dir
-from verl_slurm.base.keys import Keyring, load_keys, new_key_file
+from verl_slurm.base.keys import load_keys, new_key_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.inspect.compare import compare
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config import load
-from verl_slurm.config.elastic import keep_step
-from verl_slurm.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    DistributedConfig,
-    EncryptionConfig,
-)
+from verl_slurm.config.schema import CheckpointConfig, DataConfig, EncryptionConfig
 from verl_slurm.loops.session import Session
 from verl_slurm.quickstart import tiny_model as quickstart_model
 from verl_slurm.quickstart.arithmetic_data import build_data
@@ -59,21 +44,14 @@ from verl_slurm.trainer.reporter import Reporter
 from verl_slurm.trainer.save_pace import SavePace
 from verl_slurm.trainer.state.position import Position, StepShape
 from verl_slurm.trainer.state.train_state import TrainState, fresh_state
-from verl_slurm.wire.client import MAX_MESSAGE, SOCKET_NAME
-from verl_slurm.wire.control_page import PAGE_NAME, ControlPage
 from verl_slurm.wire.messages import (
     Finished,
-    FromRank,
     PartSaved,
-    Progress,
-    RankNotice,
     RankSaved,
     RankSaveFailed,
-    RankStarted,
     SavedOnNodes,
     SaveRequest,
     SaveStarted,
-    Stopped,
 )
 from verl_slurm.wire.stopping import Stopper
 
@@ -89,17 +67,6 @@ TRAIN = train_config(
     weight_decay=0.01,
     entropy_coef=0.01,
 )
-REPOSITORY = Path(__file__).resolve().parents[2]
-_START_TIMEOUT_S = 240.0
-
-
-@dataclass
-class Ended:
-    """How one start went."""
-
-    code: int
-    out: str
-    err: str
 
 
 class Runs:
@@ -122,40 +89,15 @@ class Runs:
             checkpoint=checkpoint or CheckpointConfig(every_steps=1, keep_last=2),
         )
 
-    def start(
-        self,
-        paths: RunPaths,
-        *,
-        script: dict[str, Any] | None = None,
-        control: Path | None = None,
-        resume: str | None = None,
-    ) -> Ended:
-        """One incarnation: take the epoch, choose what to resume from, run all ranks to their end."""
+    def start(self, paths: RunPaths, *, script: dict[str, Any] | None = None) -> "CompletedProcess[str]":
+        """One attempt: take its number, choose what to resume from, run all ranks to their end."""
         epoch = take_epoch(paths, job_id="test", restart=0).epoch
-        if resume is None:
-            resume = choose_resume(paths, "auto").name or ""
+        resume = choose_resume(paths, "auto").name or ""
         world = load.load_resolved(paths.run_yaml).distributed.world_size
         module = "tests.fakes.scripted_rank" if script else "verl_slurm.trainer"
-        argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-        argv += ["-m", "--", module, "--run", str(paths.root), "--epoch", str(epoch), "--resume", resume]
-        environ = os.environ | python_path() | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        environ.pop("VERL_SLURM_CONTROL", None)
-        if script:
-            environ["VS_TEST_SCRIPT"] = json.dumps(script)
-        if control:
-            environ["VERL_SLURM_CONTROL"] = str(control)
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        with subprocess.Popen(argv, cwd=REPOSITORY, env=environ, text=True, **pipes) as process:  # type: ignore[call-overload]
-            try:
-                out, err = process.communicate(timeout=_START_TIMEOUT_S)
-            finally:
-                _end_tree(process.pid)
-        return Ended(process.returncode, out, err)
-
-
-def _end_tree(pid: int) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        tell([*psutil.Process(pid).children(recursive=True), psutil.Process(pid)], signal.SIGKILL)
+        words = ["-m", "--", module, "--run", str(paths.root), "--epoch", str(epoch), "--resume", resume]
+        environ = {"VS_TEST_SCRIPT": json.dumps(script)} if script else {}
+        return torchrun(*words, ranks=world, **environ)
 
 
 def _final(paths: RunPaths) -> Path:
@@ -174,8 +116,11 @@ def undisturbed(runs: Runs) -> RunPaths:
     """A run from start to end in one go."""
     paths = runs.make("undisturbed")
     ended = runs.start(paths)
-    assert ended.code == 0, ended.err
-    assert [line.split()[1] for line in ended.out.splitlines() if line.startswith("step ")] == ["1/2", "2/2"]
+    assert ended.returncode == 0, ended.stderr
+    assert [line.split()[1] for line in ended.stdout.splitlines() if line.startswith("step ")] == [
+        "1/2",
+        "2/2",
+    ]
     return paths
 
 
@@ -189,39 +134,9 @@ def _assert_nothing_changed(paths: RunPaths, undisturbed: RunPaths) -> None:
     assert journal.problems == ()
 
 
-def _replayed(ended: Ended) -> int:
+def _replayed(ended: "CompletedProcess[str]") -> int:
     """Micro-batches of rank 0 that the start found in the ledger."""
-    return int(ended.out.partition(" micro-batches of rank 0 in the ledger")[0].rsplit(maxsplit=1)[1])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("phase", "number", "name"),
-    [
-        # Before the first optimizer update there ever was.
-        pytest.param("generate", 2, "step_000000_sp0002", marks=pytest.mark.soak),
-        pytest.param("score", 18, "step_000001_sp0005", marks=pytest.mark.soak),
-        # Such a stop of GRPO, with a twin, too: test_grpo.py.
-        pytest.param("update", 24, "step_000001_sp0011", marks=pytest.mark.variant),
-    ],
-)
-def test_a_run_stopped_inside_a_step_ends_with_the_same_bits(
-    runs: Runs, undisturbed: RunPaths, phase: str, number: int, name: str
-) -> None:
-    paths = runs.make(phase)
-    first = runs.start(paths, script={"rank": 1, "safe_point": number, "action": "stop"})
-    assert first.code == 0, first.err
-    verdict = verify(paths.checkpoints / name)
-    assert verdict.ok, verdict.problems
-    assert verdict.manifest is not None
-    assert verdict.manifest.phase == phase
-    # The second life is also asked for a save in passing, which must not disturb it either.
-    second = runs.start(paths, script={"rank": 0, "safe_point": 1, "action": "save"})
-    assert second.code == 0, second.err
-    assert f"resumed {name}" in second.out
-    assert _replayed(second) == 0
-    _assert_nothing_changed(paths, undisturbed)
-    assert _final(paths).is_dir()
+    return int(ended.stdout.partition(" micro-batches of rank 0 in the ledger")[0].rsplit(maxsplit=1)[1])
 
 
 @pytest.mark.long
@@ -233,44 +148,17 @@ def test_rollouts_that_were_refused_are_replayed_from_no_checkpoint_and_no_ledge
     # The engine misses the weights of step 2, and while that is being scored the run is stopped and saved.
     script = {"rank": None, "safe_point": 12, "action": "lose_sync", "stop_at": 18}
     stopped = runs.start(paths, script=script)
-    assert stopped.code == 0, stopped.err
+    assert stopped.returncode == 0, stopped.stderr
     refused = runs.start(paths)
-    assert "resumed step_000001_sp" in refused.out
-    assert "are not the policy's: step 2 (found a mean" in refused.err
-    assert f"exitcode  : {ExitCode.ROLLOUT:d} " in refused.err
+    assert "resumed step_000001_sp" in refused.stdout
+    assert "are not the policy's: step 2 (found a mean" in refused.stderr
+    assert f"exitcode  : {ExitCode.ROLLOUT:d} " in refused.stderr
     mended = runs.start(paths)
-    assert mended.code == 0, mended.err
-    assert "rollouts of step 2 were refused: it begins anew, not at step 1 score 1" in mended.out
+    assert mended.returncode == 0, mended.stderr
+    assert "rollouts of step 2 were refused: it begins anew, not at step 1 score 1" in mended.stdout
     assert compare(_final(undisturbed), _final(paths)).same
     # What was refused was sampled twice, and nothing else was.
     assert {step for step, _ in ledger_stats(paths).duplicates} == {1}
-
-
-@pytest.mark.long
-@pytest.mark.variant
-def test_an_encrypted_run_goes_on_with_more_ranks_and_generates_nothing_twice(
-    runs: Runs, tmp_path: Path
-) -> None:
-    tmp_path.chmod(0o700)
-    encryption = EncryptionConfig(key_file=str(tmp_path / "run.key"))
-    keys = Keyring(new_key_file(tmp_path / "run.key"))
-    paths = runs.make("resharded", CheckpointConfig(every_steps=1, keep_last=2, encryption=encryption))
-    first = runs.start(
-        paths, script={"rank": 1, "safe_point": 17, "action": "stop"}
-    )  # all of step 1 generated
-    assert first.code == 0, first.err
-    old = load.load_resolved(paths.run_yaml)
-    wider = msgspec.structs.replace(old, distributed=DistributedConfig(dp_size=4, nodes=1, device="cpu"))
-    write_config(paths, keep_step(old, wider))
-    second = runs.start(paths)
-    assert second.code == 0, second.err
-    assert "resumed step_000001_sp0004: step 1 score 0" in second.out
-    verdict = verify(_final(paths), keys=keys)
-    assert verdict.ok
-    assert verdict.manifest is not None
-    assert verdict.manifest.world_size == 4
-    journal = ledger_stats(paths, keys=keys)
-    assert (journal.duplicates, journal.problems) == ((), ())
 
 
 @pytest.mark.long
@@ -281,10 +169,10 @@ def test_when_and_what_a_run_saves_changes_no_bit_of_it(runs: Runs, undisturbed:
     )
     paths = runs.make("paced", checkpoint)
     ended = runs.start(paths)
-    assert ended.code == 0, ended.err
-    assert "saves once in 1000 steps: it is not known yet how long a step takes" in ended.out
-    assert "saved partial/checkpoints/step_000001 (" in ended.out
-    assert re.search(r"^saved step_000002 \(.*\): the last step$", ended.out, re.MULTILINE)
+    assert ended.returncode == 0, ended.stderr
+    assert "saves once in 1000 steps: it is not known yet how long a step takes" in ended.stdout
+    assert "saved partial/checkpoints/step_000001 (" in ended.stdout
+    assert re.search(r"^saved step_000002 \(.*\): the last step$", ended.stdout, re.MULTILINE)
     assert not paths.checkpoint(1).exists()
     assert not paths.partial.checkpoint(2).exists()
     verdict = verify(paths.partial.checkpoint(1))
@@ -304,11 +192,11 @@ def test_a_killed_run_replays_its_ledger_and_ends_with_the_same_bits(
     number = dice.randrange(15, 25)
     script = {"rank": dice.randrange(WORLD), "safe_point": number, "action": "alarm"}
     first = runs.start(paths, script=script | {"seconds": dice.uniform(1e-4, 0.1)})
-    assert first.code != 0
+    assert first.returncode != 0
     # The periodic save is written beside the training, and may not have been done by then.
     saved = choose_resume(paths, "auto").name == "step_000001"
     second = runs.start(paths)
-    assert second.code == 0, second.err
+    assert second.returncode == 0, second.stderr
     # A rank that is at safe point 15 knows that every rank has passed 14: one micro-batch of step 1 is done.
     assert _replayed(second) >= min(number - 14, 4) + (0 if saved else 4)
     _assert_nothing_changed(paths, undisturbed)
@@ -324,14 +212,14 @@ def test_an_encrypted_run_that_is_killed_ends_with_the_same_bits_and_none_of_the
     new_key_file(tmp_path / "run.key")
     paths = runs.make("encrypted", CheckpointConfig(every_steps=1, keep_last=2, encryption=encryption))
     first = runs.start(paths, script={"rank": 1, "safe_point": 18, "action": "kill"})
-    assert first.code != 0
+    assert first.returncode != 0
     keys = load_keys(encryption)
     # The periodic save is written beside the training, and may not have been done by then.
     saved = any(
         verify(info.path, keys=keys).ok for info in list_checkpoints(paths) if info.kind == "committed"
     )
     second = runs.start(paths)
-    assert second.code == 0, second.err
+    assert second.returncode == 0, second.stderr
     assert _replayed(second) == (4 if saved else 8)
     result = compare(_final(undisturbed), _final(paths), None, keys)
     assert result.same, result.differing
@@ -355,20 +243,6 @@ def _written(paths: RunPaths) -> list[Path]:
 
 
 @pytest.mark.long
-def test_a_run_killed_before_any_checkpoint_starts_over_from_its_ledger(
-    runs: Runs, undisturbed: RunPaths
-) -> None:
-    paths = runs.make("killed_early")
-    first = runs.start(paths, script={"rank": 0, "safe_point": 11, "action": "kill"})
-    assert first.code != 0
-    assert choose_resume(paths, "auto").name is None
-    second = runs.start(paths)
-    assert second.code == 0, second.err
-    assert _replayed(second) == 4
-    _assert_nothing_changed(paths, undisturbed)
-
-
-@pytest.mark.long
 @pytest.mark.scenario("P08")
 @pytest.mark.variant
 def test_a_save_that_fails_on_one_rank_is_said_and_training_goes_on(
@@ -376,60 +250,38 @@ def test_a_save_that_fails_on_one_rank_is_said_and_training_goes_on(
 ) -> None:
     paths = runs.make("broken_save")
     ended = runs.start(paths, script={"rank": 1, "safe_point": 5, "action": "break_save"})
-    assert ended.code == 0, ended.err
-    assert "save failed: writing the checkpoint failed (found rank 1: OSError: [Errno 28]" in ended.err
+    assert ended.returncode == 0, ended.stderr
+    assert "save failed: writing the checkpoint failed (found rank 1: OSError: [Errno 28]" in ended.stderr
     names = sorted(path.name for path in paths.checkpoints.iterdir())
     assert names == ["latest", "step_000002"]
     _assert_nothing_changed(paths, undisturbed)
 
 
-@pytest.mark.long
-@pytest.mark.variant
-def test_a_run_whose_last_save_fails_once_saves_again_and_ends_with_the_same_bits(
-    runs: Runs, undisturbed: RunPaths
-) -> None:
-    paths = runs.make("broken_end")
-    ended = runs.start(paths, script={"rank": 1, "safe_point": 26, "action": "break_save"})
-    assert ended.code == 0, ended.err
-    assert "save failed" in ended.err
-    _assert_nothing_changed(paths, undisturbed)
+def _done(name: str, **values: Any) -> SavedCheckpoint:
+    return SavedCheckpoint(name=name, seconds=0.1, num_bytes=1, **values)
 
 
-@pytest.mark.long
-@pytest.mark.variant
-def test_by_hand_a_foreign_checkpoint_is_verified_before_it_is_opened(
-    runs: Runs, undisturbed: RunPaths, tmp_path: Path
-) -> None:
-    foreign = tmp_path / _final(undisturbed).name
-    shutil.copytree(_final(undisturbed), foreign)
-    paths = runs.make("foreign")
-    ended = runs.start(paths, resume=str(foreign))
-    assert ended.code == 0, ended.err
-    assert f"resumed step_000002 from {foreign}: " in ended.out
-    assert verify(_final(paths)).ok
+def _failed(found: str, *kinds: str) -> RanksFailed:
+    error = RanksFailed("writing the checkpoint failed", found=f"rank 1: {found}")
+    error.kinds = frozenset(kinds)
+    return error
 
-    index = foreign / "actor" / "index.json"
-    index.write_bytes(b"?" * index.stat().st_size)
-    ended = runs.start(runs.make("foreign_damaged"), resume=str(foreign))
-    assert ended.code != 0
-    assert "the checkpoint does not verify" in ended.err
-    assert "Traceback" not in ended.err.partition("exitcode")[0]
+
+FULL = _failed("OSError: disk full")
 
 
 class _Saves:
     """A checkpointer with one result for every save."""
 
-    def __init__(self, *results: str) -> None:
+    def __init__(self, *results: SavedCheckpoint | RanksFailed) -> None:
         self._results = list(results)
 
     def begin(self, state: TrainState, *, tidy: bool, **_: object) -> Future[SavedCheckpoint]:
-        name, done = self._results.pop(0), Future[SavedCheckpoint]()
-        if name:
-            done.set_result(SavedCheckpoint(name=name, seconds=0.1, num_bytes=1))
+        result, done = self._results.pop(0), Future[SavedCheckpoint]()
+        if isinstance(result, RanksFailed):
+            done.set_exception(result)
         else:
-            done.set_exception(
-                RanksFailed("writing the checkpoint failed", found="rank 1: OSError: disk full")
-            )
+            done.set_result(result)
         return done
 
     def close(self, *, hurry: bool = False) -> None:
@@ -458,99 +310,62 @@ def _at_the_end(
     return loop, line
 
 
-def test_a_run_is_not_finished_before_its_end_is_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("result", "error"),
+    [
+        (FULL, FinalSaveFailed),
+        (_done("step_000002", on_shared=False, problem="not on shared storage: disk full"), FinalSaveFailed),
+        (_failed("SaverDied: gone", "SaverDied"), SaverLost),
+    ],
+    ids=["failed", "on the nodes alone", "no saver"],
+)
+def test_a_run_whose_end_is_not_on_shared_storage_is_a_crash_that_another_start_mends(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    result: SavedCheckpoint | RanksFailed,
+    error: type[VerlSlurmError],
 ) -> None:
     monkeypatch.setattr(loop_module, "LAST_TRIES_S", ())
-    loop, line = _at_the_end(tmp_path, _Saves(""))
-    with pytest.raises(FinalSaveFailed, match="disk full") as caught:
+    loop, line = _at_the_end(tmp_path, _Saves(result))
+    with pytest.raises(error, match="disk full|gone") as caught:
         loop.run()
     assert caught.value.exit_code is ExitCode.INTERNAL
-    assert [type(m) for m in line.told] == [SaveStarted, RankSaveFailed, RankNotice]
+    assert line.heard(Finished) == []
+    assert [m.on_shared for m in line.heard(RankSaved)] == (
+        [] if isinstance(result, RanksFailed) else [False]
+    )
+    assert len(line.heard(RankSaveFailed)) == isinstance(result, RanksFailed)
 
 
 def test_a_last_save_that_fails_is_tried_again_before_the_run_goes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop_module, "LAST_TRIES_S", (0.0, 0.0))
-    loop, line = _at_the_end(tmp_path, _Saves("", "", "step_000002"))
+    loop, line = _at_the_end(tmp_path, _Saves(FULL, FULL, _done("step_000002")))
     assert loop.run() is Ending.FINISHED
     assert [len(line.heard(kind)) for kind in (RankSaveFailed, RankSaved, Finished)] == [2, 1, 1]
-
-
-def test_a_run_whose_end_is_saved_is_finished(tmp_path: Path) -> None:
-    loop, line = _at_the_end(tmp_path, _Saves("step_000002"))
-    assert loop.run() is Ending.FINISHED
-    assert [type(m) for m in line.told] == [SaveStarted, RankSaved, Finished]
+    # One that is saved already needs no save.
     loop, line = _at_the_end(tmp_path, _Saves(), saved_as="step_000002")
     assert loop.run() is Ending.FINISHED
     assert [type(m) for m in line.told] == [Finished]
 
 
-class Agent:
-    """The other end of the ranks' line; stops them at the first word from inside an update."""
-
-    def __init__(self, directory: Path) -> None:
-        self.page = ControlPage.create(directory / PAGE_NAME)
-        self.messages: list[FromRank] = []
-        self._asked = False
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(str(directory / SOCKET_NAME))
-        self._listener.listen(WORLD)
-        self._threads = [threading.Thread(target=self._listen) for _ in range(WORLD)]
-        for thread in self._threads:
-            thread.start()
-
-    def _listen(self) -> None:
-        connection, _ = self._listener.accept()
-        with connection:
-            while packet := connection.recv(MAX_MESSAGE):
-                message = msgspec.msgpack.decode(packet, type=FromRank)
-                self.messages.append(message)
-                if isinstance(message, Progress) and message.phase == "update" and not self._asked:
-                    self._asked = True
-                    self.page.post(SaveRequest(request_id=1, stop=True))
-
-    def close(self) -> None:
-        for thread in self._threads:
-            thread.join(timeout=10)
-        self._listener.close()
-        self.page.close()
-
-
-@pytest.fixture
-def agent(tmp_path: Path) -> Iterator[Agent]:
-    made = Agent(private_dir(tmp_path / "c"))
-    yield made
-    made.close()
-
-
-@pytest.mark.long
-def test_ranks_obey_the_control_page_and_say_so(
-    runs: Runs, undisturbed: RunPaths, agent: Agent, tmp_path: Path
+def test_a_run_leaves_its_layout_and_private_files_and_started_again_does_nothing(
+    runs: Runs, undisturbed: RunPaths
 ) -> None:
-    paths = runs.make("asked")
-    ended = runs.start(paths, control=tmp_path / "c")
-    assert ended.code == 0, ended.err
-    agent.close()
-    kinds = [type(message) for message in agent.messages]
-    assert kinds.count(Stopped) == kinds.count(RankStarted) == 2
-    assert sum(isinstance(m, SaveStarted) and m.request_id == 1 for m in agent.messages) == WORLD
-    saved = [m for m in agent.messages if isinstance(m, RankSaved) and m.request_id == 1]
-    assert len(saved) == 1
-    assert verify(paths.checkpoints / saved[0].name).ok
-    assert all(m.new_rollouts > 0 for m in agent.messages if isinstance(m, Progress))
-    assert runs.start(paths).code == 0
-    _assert_nothing_changed(paths, undisturbed)
-
-
-def test_a_finished_run_that_is_started_again_does_nothing(runs: Runs, undisturbed: RunPaths) -> None:
+    layout = msgspec.json.decode(undisturbed.orchestration.read_bytes())
+    assert layout["world_size"] == WORLD
+    assert list(layout["data_files"]) == ["sums.jsonl"]
+    assert undisturbed.orchestration.stat().st_mode & 0o777 == 0o400
+    assert (_final(undisturbed) / "orchestration.json").read_bytes() == undisturbed.orchestration.read_bytes()
     before = ledger_stats(undisturbed)
     ended = runs.start(undisturbed)
-    assert ended.code == 0, ended.err
-    assert "resumed step_000002" in ended.out
-    assert "saved" not in ended.out
+    assert ended.returncode == 0, ended.stderr
+    assert "resumed step_000002" in ended.stdout
+    assert "saved" not in ended.stdout
     assert ledger_stats(undisturbed) == before
+    every = [path for path in undisturbed.root.rglob("*") if not path.is_symlink()]
+    assert [path for path in every if path.stat().st_mode & 0o077] == []
 
 
 def test_changed_data_is_refused_with_its_exit_code(runs: Runs, undisturbed: RunPaths) -> None:
@@ -565,47 +380,10 @@ def test_changed_data_is_refused_with_its_exit_code(runs: Runs, undisturbed: Run
     config = msgspec.structs.replace(config, data=DataConfig(root=str(data)))
     write_config(paths, config)
     ended = runs.start(paths)
-    assert ended.code != 0
-    assert "rank 0: the data set is not the one the run started with" in ended.err
-    assert f"exitcode  : {ExitCode.DATASET_DRIFT.value}" in ended.err
+    assert ended.returncode != 0
+    assert "rank 0: the data set is not the one the run started with" in ended.stderr
+    assert f"exitcode  : {ExitCode.DATASET_DRIFT.value}" in ended.stderr
     assert not paths.orchestration.exists()
-
-
-def test_orchestration_state_is_written_once_and_read_only(undisturbed: RunPaths) -> None:
-    layout = msgspec.json.decode(undisturbed.orchestration.read_bytes())
-    assert layout["world_size"] == WORLD
-    assert list(layout["data_files"]) == ["sums.jsonl"]
-    assert undisturbed.orchestration.stat().st_mode & 0o777 == 0o400
-    assert (_final(undisturbed) / "orchestration.json").read_bytes() == undisturbed.orchestration.read_bytes()
-
-
-def test_everything_a_run_writes_is_private(undisturbed: RunPaths) -> None:
-    open_to_others = [
-        path for path in undisturbed.root.rglob("*") if not path.is_symlink() and path.stat().st_mode & 0o077
-    ]
-    assert open_to_others == []
-
-
-def test_an_end_that_only_the_nodes_disks_have_is_no_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loop_module, "LAST_TRIES_S", ())
-
-    class OnNodes(_Saves):
-        def begin(self, *_: object, **__: object) -> Future[SavedCheckpoint]:
-            done: Future[SavedCheckpoint] = Future()
-            problem = "not on shared storage: full"
-            done.set_result(
-                SavedCheckpoint(
-                    name="step_000002", seconds=0.1, num_bytes=1, on_shared=False, problem=problem
-                )
-            )
-            return done
-
-    loop, line = _at_the_end(tmp_path, OnNodes())
-    with pytest.raises(FinalSaveFailed, match="not on shared storage: full"):
-        loop.run()
-    assert [m.on_shared for m in line.heard(RankSaved)] == [False]
 
 
 @pytest.mark.parametrize("stop", [True, False])
@@ -617,32 +395,14 @@ def test_only_in_the_save_before_the_end_the_daemon_hears_at_once_of_the_nodes_c
             if more["on_part"] is not None:
                 more["on_part"]()
             if more["on_kept"] is not None:
-                more["on_kept"](
-                    SavedCheckpoint(name="step_000002", seconds=0.1, num_bytes=1, on_shared=False)
-                )
+                more["on_kept"](_done("step_000002", on_shared=False))
             return super().begin(state, tidy=tidy)
 
     class Asking(Daemon):
         def request(self) -> SaveRequest:
             return SaveRequest(request_id=1, stop=stop)
 
-    loop, line = _at_the_end(tmp_path, FirstOnNodes("step_000002"), line=Asking())
+    loop, line = _at_the_end(tmp_path, FirstOnNodes(_done("step_000002")), line=Asking())
     loop.run()
     told = [type(m) for m in line.told]
     assert told == [SaveStarted, *([PartSaved, SavedOnNodes] if stop else []), RankSaved, Finished]
-
-
-def test_without_its_saver_a_rank_is_a_crash_that_another_start_mends(tmp_path: Path) -> None:
-    class NoSaver(_Saves):
-        def begin(self, *_: object, **__: object) -> Future[SavedCheckpoint]:
-            done: Future[SavedCheckpoint] = Future()
-            error = RanksFailed("writing the checkpoint failed", found="rank 1: SaverDied: gone")
-            error.kinds = frozenset({"SaverDied"})
-            done.set_exception(error)
-            return done
-
-    loop, line = _at_the_end(tmp_path, NoSaver())
-    with pytest.raises(SaverLost) as caught:
-        loop.run()
-    assert caught.value.exit_code is ExitCode.INTERNAL
-    assert line.heard(RankSaveFailed)

@@ -6,7 +6,6 @@ import torch
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.trainer.measures.metrics import (
     explained_variance,
-    spread_of_scores,
     step_costs,
     step_measures,
 )
@@ -42,7 +41,6 @@ def test_where_nothing_varies_nothing_is_explained() -> None:
 
 def test_scores_spread_and_without_a_critic_there_is_nothing_about_one() -> None:
     assert _measured(RETURNS)["reward_std"] == 0.5
-    assert spread_of_scores(4.0, 4.0, 4.0) == 0.0
     row = step_measures({"scores": torch.tensor([0.0, 1.0])}, {}, MASK, Collective(None))
     assert row == {"reward_std": 0.5, "equal_rewards": 0.0}
 
@@ -89,10 +87,11 @@ def test_laps_and_spans_add_up_by_name_and_start_anew() -> None:
 
 def test_the_costs_of_a_step_are_shares_of_the_whole_step() -> None:
     costs = step_costs(
-        {"generate_s": 1.0, "update_s": 2.0},
+        {"generate": 1.0, "update": 2.0, "evaluate": 3.0},
         {"actor_update_s": 1.5, "communication_s": 0.5},
         step_s=4.0,
         waited_s=0.5,
+        new_tokens=50,
         trained_tokens=300,
         memory=1 << 20,
     )
@@ -100,9 +99,12 @@ def test_the_costs_of_a_step_are_shares_of_the_whole_step() -> None:
     assert costs["communication_s"] == 1.0
     assert costs["actor_tokens_per_second"] == 200.0
     assert costs["memory_bytes"] == 1048576.0
-    assert costs["generate_s"] == 1.0
-    nothing = step_costs({}, {}, step_s=0.0, waited_s=0.0, trained_tokens=0, memory=0)
+    assert (costs["generate_s"], costs["score_s"], costs["eval_s"]) == (1.0, 0.0, 3.0)
+    assert costs["tokens_per_second"] == 50.0
+    nothing = step_costs({}, {}, step_s=0.0, waited_s=0.0, new_tokens=0, trained_tokens=0, memory=0)
     assert nothing["communication_share"] == nothing["actor_tokens_per_second"] == 0.0
+    assert nothing["tokens_per_second"] == 0.0
+    assert "eval_s" not in nothing
 
 
 def test_memory_is_that_of_this_process() -> None:

@@ -69,16 +69,6 @@ def test_each_epoch_has_every_row_once_in_an_order_of_its_own() -> None:
     assert len({tuple(order[:MINI_BATCH]) for order in orders}) == EPOCHS + 1
 
 
-@pytest.mark.parametrize(("dp_size", "generation"), [(1, 4), (2, 4), (3, 2), (4, 12)])
-def test_a_row_lies_where_its_rank_has_sampled_it(dp_size: int, generation: int) -> None:
-    deal = Deal.of(_config(dp_size, generation), STEP)
-    for source in range(dp_size):
-        sampled = np.array(_sampled(source, dp_size, generation))
-        for target in range(dp_size):
-            rows = deal.sent(source, target)
-            assert sampled[deal.place(rows)].tolist() == rows.tolist()
-
-
 class _Mail:
     """What the ranks of one process put into each other's boxes."""
 

@@ -1,13 +1,11 @@
 """The networks: values and log probabilities by other means, and sharded as whole."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.processes import torchrun
 from verl_slurm.base.errors import DataError, Diverged
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.trainer.models import (
@@ -112,15 +110,5 @@ def test_a_model_that_cannot_be_loaded_is_a_data_error(tmp_path: Path, tiny: Pat
 
 @pytest.mark.long
 def test_sharded_over_two_ranks_everything_is_as_in_one_process(tiny: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        str(WORKER),
-        str(tiny),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = torchrun(WORKER, tiny)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -42,8 +42,11 @@ def test_a_step_goes_through_its_phases_in_order() -> None:
     ]
 
 
-def test_safe_points_count_up_by_one_and_start_anew_with_each_step() -> None:
+def test_safe_points_count_up_by_one_and_prompts_consumed_are_exact_at_each() -> None:
     assert [safe_point(position, SHAPE) for position in _walk(2)] == [*range(10), *range(10), 0]
+    assert SHAPE.prompts == 24
+    offsets = [rollout_offset(position, SHAPE) for position in _walk(2)]
+    assert offsets == [0, 8, 16, *[24] * 8, 32, 40, *[48] * 8]
 
 
 def test_entering_a_step_and_its_first_generation_are_the_same_place() -> None:
@@ -51,12 +54,6 @@ def test_entering_a_step_and_its_first_generation_are_the_same_place() -> None:
     assert after(at_end, SHAPE) == after(at_first, SHAPE)
     assert safe_point(at_end, SHAPE) == safe_point(at_first, SHAPE) == 0
     assert rollout_offset(at_end, SHAPE) == rollout_offset(at_first, SHAPE)
-
-
-def test_prompts_consumed_are_exact_at_every_position() -> None:
-    assert SHAPE.prompts == 24
-    offsets = [rollout_offset(position, SHAPE) for position in _walk(2)]
-    assert offsets == [0, 8, 16, *[24] * 8, 32, 40, *[48] * 8]
 
 
 def test_an_evaluation_is_one_place_between_the_last_update_and_the_steps_end() -> None:

@@ -29,11 +29,7 @@ from verl_slurm.checkpoint.format.state_schema import current_schema, render_sch
 from verl_slurm.checkpoint.store.chunks import entry_of
 from verl_slurm.checkpoint.store.frozen import store_frozen
 from verl_slurm.config.load import dump
-from verl_slurm.config.schema import (
-    DistributedConfig,
-    EncryptionConfig,
-    TrainConfig,
-)
+from verl_slurm.config.schema import DistributedConfig, EncryptionConfig, TrainConfig
 from verl_slurm.dataset.fingerprint.data_record import fingerprint
 from verl_slurm.runtime_state import ledger
 from verl_slurm.runtime_state.ledger import Ledger
@@ -119,12 +115,9 @@ def test_resume_names_a_checkpoint_of_the_run_or_a_path() -> None:
                 checkpoint_directory(paths, odd, by_hand=by_hand)
     given = checkpoint_directory(paths, "/other/step_000001", by_hand=True)
     assert given == Path("/other/step_000001")
-
-
-def test_under_a_daemon_no_path_is_resumed_from() -> None:
     for path in ("/other/step_000001", "../step_000001", "quarantine/step_000001"):
         with pytest.raises(ConfigError, match="no checkpoint of this run"):
-            checkpoint_directory(RunPaths("/run"), path, by_hand=False)
+            checkpoint_directory(paths, path, by_hand=False)
 
 
 def test_a_checkpoint_of_elsewhere_is_named_with_its_place(tmp_path: Path) -> None:
@@ -136,15 +129,12 @@ def test_a_checkpoint_of_elsewhere_is_named_with_its_place(tmp_path: Path) -> No
     assert where_it_starts(state, shape, manifest, "f", 0).startswith("resumed step_000001: ")
 
 
-def test_a_checkpoint_with_nothing_but_a_manifest_is_not_opened(tmp_path: Path) -> None:
-    _manifest(tmp_path / "step_000001")
-    with pytest.raises(CheckpointCorrupt, match="does not verify"):
-        require_verified(tmp_path / "step_000001")
-
-
 def test_by_hand_a_checkpoint_of_another_layout_is_refused_as_under_a_daemon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    _manifest(tmp_path / "step_000001")
+    with pytest.raises(CheckpointCorrupt, match="does not verify"):
+        require_verified(tmp_path / "step_000001")
     whole = SimpleNamespace(needs_key=False, require=lambda *_: None)
     monkeypatch.setattr(resuming, "verify", lambda *_, **__: whole)
     ours = current_schema()
@@ -207,13 +197,10 @@ def test_a_state_that_may_hold_refused_rollouts_goes_back_before_them_and_no_oth
     assert state.position == Position(2, "score")
 
 
-def test_another_number_of_ranks_than_configured_is_refused_before_they_meet() -> None:
+def test_ranks_that_torchrun_did_not_start_or_too_many_of_them_are_refused_before_they_meet() -> None:
     place = Place(rank=0, local_rank=0, world_size=3)
     with pytest.raises(ConfigError, match="found 3, expected 2"), process_group(CONFIG, place):
         pass
-
-
-def test_a_trainer_without_torchrun_is_told_so() -> None:
     with pytest.raises(ConfigError, match="torchrun"):
         Place.from_environ({"RANK": "0"})
 
@@ -234,9 +221,8 @@ def test_the_layout_of_the_first_start_is_kept_whatever_shape_comes_later(tmp_pa
         check_or_write(paths, first)
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
 def test_a_layout_that_cannot_be_read_just_now_is_neither_refused_nor_replaced(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = RunPaths(private_dir(tmp_path / "run"))
     (private_dir(tmp_path / "data") / "a.jsonl").write_text("{}\n")
@@ -245,11 +231,11 @@ def test_a_layout_that_cannot_be_read_just_now_is_neither_refused_nor_replaced(
     before = paths.orchestration.read_bytes()
 
     def fail(*_: object) -> bytes:
-        raise OSError(number, os.strerror(number))
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
         patch.setattr("verl_slurm.trainer.state.orchestration.read_regular", fail)
-        with pytest.raises(OSError, match=os.strerror(number)):
+        with pytest.raises(OSError, match=os.strerror(errno.EIO)):
             check_or_write(paths, layout)
     assert paths.orchestration.read_bytes() == before
 

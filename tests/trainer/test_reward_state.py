@@ -56,9 +56,7 @@ def test_what_is_unpacked_is_what_was_packed() -> None:
         name: column.tolist() for name, column in state.cached.items()
     }
     assert [again.map_at(step).scale for step in (5, 8, 9)] == pytest.approx([0.3, 0.3**0.25, 1.0])
-
-
-def test_a_run_of_before_there_were_replacements_is_one_that_had_none() -> None:
+    # Nothing: no replacement.
     state = unpack({}, where="x")
     assert (state.number, state.cached) == (0, {})
     assert pack(state) == {}
@@ -124,7 +122,7 @@ def test_it_travels_in_the_runtime_state_and_to_another_number_of_ranks() -> Non
 
 def _swap(root: Path, plan: RewardPlan | None = None, **options: Any) -> RewardSwap:
     said: list[str] = []
-    anything: Any = SimpleNamespace(complain=said.append, notice=said.append)
+    anything: Any = SimpleNamespace(complain=said.append, notice=lambda text, **_: said.append(text))
     return RewardSwap(
         paths=RunPaths(root),
         epoch=1,
@@ -224,7 +222,7 @@ def _at(step: int, number: int = 0) -> TrainState:
     return state
 
 
-def test_a_wish_is_heard_at_the_start_after_the_first_step_and_when_the_daemon_says_so(
+def test_a_wish_is_heard_at_the_start_after_the_first_step_and_when_asked_once_all_is_replayed(
     tmp_path: Path,
 ) -> None:
     swap = _swap(tmp_path)
@@ -240,16 +238,8 @@ def test_a_wish_is_heard_at_the_start_after_the_first_step_and_when_the_daemon_s
     ask_for_reward(RunPaths(tmp_path), "rule:b", 1)
     assert swap.due(_at(7), -1) is None  # nobody looks at the storage unasked
     swap.look()
-    assert isinstance(swap.due(_at(7), -1), RewardRequest)
-
-
-def test_a_wish_waits_until_the_run_is_past_what_it_replays(tmp_path: Path) -> None:
-    ask_for_reward(RunPaths(tmp_path), "rule:a", 1)
-    swap = _swap(tmp_path)
-    assert swap.due(_at(4), 6) is None
-    assert swap.due(_at(5), 6) is None
-    assert swap.due(_at(6), 6) is None
-    assert isinstance(swap.due(_at(7), -1), RewardRequest)
+    assert [swap.due(_at(step), 9) for step in (7, 8, 9)] == [None] * 3  # until all is replayed
+    assert isinstance(swap.due(_at(10), -1), RewardRequest)
 
 
 def test_what_is_recorded_is_done_at_its_step_and_before_any_new_wish(tmp_path: Path) -> None:

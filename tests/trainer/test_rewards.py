@@ -1,8 +1,11 @@
-"""Rewards: the rule by hand, and a real tiny sequence classifier."""
+"""Rewards: the rule by hand, a real tiny sequence classifier, and a function of the user's."""
 
+import hashlib
 import json
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -14,8 +17,11 @@ from transformers import (
 
 from tests.builders import run_config
 from verl_slurm.base.errors import ConfigError, DataError
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.config.reward_spec import RewardSpec, parse_reward
 from verl_slurm.submit.checks.model_and_reward import check_reward
 from verl_slurm.trainer.data import load_tokenizer
+from verl_slurm.trainer.reward.python import PythonReward, RewardRaised, load_python_reward
 from verl_slurm.trainer.reward.scoring import ClassifierReward, arithmetic, build_reward, decode_responses
 
 pytestmark = pytest.mark.torch
@@ -94,7 +100,8 @@ def test_a_classifier_is_read_at_its_last_token_whatever_padding_its_config_name
 
 
 def test_a_classifier_scores_prompt_and_response_together(tmp_path: Path, tiny: Path) -> None:
-    reward = build_reward(f"classifier:{make_classifier(tmp_path / 'rm', tiny)}")
+    directory = make_classifier(tmp_path / "rm", tiny)
+    reward = build_reward(f"classifier:{directory}")
     prompts, responses = ["1+1=", "10+20="] * 3, ["2", "30", "3", "31", "12 4", "x"]
     scores = reward(prompts, responses, [""] * 6)
     assert scores.shape == (6,)
@@ -104,14 +111,9 @@ def test_a_classifier_scores_prompt_and_response_together(tmp_path: Path, tiny: 
     assert torch.equal(scores, reward(prompts, responses, ["ignored"] * 6))
     alone = torch.cat([reward([p], [r], [""]) for p, r in zip(prompts, responses, strict=True)])
     torch.testing.assert_close(scores, alone, rtol=0, atol=1e-5)
-
-
-def test_a_classifier_scores_in_pieces_what_it_scores_at_once(tmp_path: Path, tiny: Path) -> None:
-    directory = make_classifier(tmp_path / "rm", tiny)
-    texts = [str(n) for n in range(7)]
-    whole = ClassifierReward(directory)(texts, texts, texts)
-    torch.testing.assert_close(ClassifierReward(directory, batch_size=3)(texts, texts, texts), whole)
-    assert ClassifierReward(directory)([], [], []).shape == (0,)
+    pieces = ClassifierReward(directory, batch_size=4)
+    torch.testing.assert_close(pieces(prompts, responses, [""] * 6), scores)
+    assert pieces([], [], []).shape == (0,)
 
 
 def test_a_model_without_a_reward_head_is_refused_instead_of_filled_with_noise(tiny: Path) -> None:
@@ -146,3 +148,114 @@ def test_a_classifier_that_gives_no_number_is_refused_with_the_response(tmp_path
     reward._model.score.weight.fill_(float("nan"))
     with pytest.raises(DataError, match=r"no reward.*nan for prompt '1\+1=', response '2'"):
         reward(["1+1="], ["2"], ["2"])
+
+
+PROMPTS, RESPONSES, ANSWERS = ["1+1=", "1+2=", "2+2="], ["2", "3", "x"], ["2", "3", "4"]
+
+
+def _score(returned: object) -> torch.Tensor:
+    return PythonReward(lambda *_: returned, "python:m:f")(PROMPTS, RESPONSES, ANSWERS)
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [[1, 0.5, True], (1.0, 0.5, 1.0), np.array([1, 0.5, 1], np.float32), torch.tensor([1, 0.5, 1])],
+)
+def test_any_list_of_numbers_is_float32(returned: object) -> None:
+    scores = _score(returned)
+    assert scores.dtype == torch.float32
+    assert scores.tolist() == [1.0, 0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("returned", "found"),
+    [
+        (None, "found NoneType"),
+        (1.0, "found float"),
+        ("abc", "found str"),
+        ([1.0, 2.0], "2 scores; the first without a score of its own is sample 2 of 3 .*'2\\+2='.*'x'"),
+        ([1.0] * 4, "4 scores"),
+        ([1.0, math.nan, 1.0], "nan for sample 1 of 3 .*'1\\+2='.*'3'"),
+        ([1.0, 1.0, math.inf], "inf for sample 2"),
+        ([1e39, 1.0, 1.0], "1e\\+39 for sample 0"),  # a float, and no float32
+        ([10**400, 1.0, 1.0], "for sample 0"),
+        ([1.0, None, 1.0], "NoneType for sample 1"),
+        ([1.0, "1", 1.0], "str for sample 1"),
+        ([[1.0], [1.0], [1.0]], "list for sample 0"),
+    ],
+)
+def test_what_is_no_reward_is_refused_and_the_sample_named(returned: object, found: str) -> None:
+    with pytest.raises(DataError, match=found) as caught:
+        _score(returned)
+    assert caught.value.exit_code is ExitCode.DATA
+
+
+def test_an_exception_ends_with_one_line_that_names_its_place(tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text("def score(p, r, a):\n    return [1 / 0 for _ in r]\n")
+    reward = build_reward(f"python:{tmp_path / 'r.py'}:score")
+    with pytest.raises(RewardRaised, match=r"ZeroDivisionError: division by zero at .*r\.py:2") as caught:
+        reward(PROMPTS, RESPONSES, ANSWERS)
+    assert caught.value.exit_code is ExitCode.DATA
+
+
+def test_a_function_cannot_change_the_lists_of_the_training() -> None:
+    def greedy(prompts: list[str], responses: list[str], answers: list[str]) -> list[float]:
+        prompts.clear()
+        answers.clear()
+        return [float(len(responses.pop())) for _ in range(3)]
+
+    mine = list(RESPONSES)
+    assert PythonReward(greedy, "f")(PROMPTS, mine, ANSWERS).tolist() == [1.0, 1.0, 1.0]
+    assert mine == RESPONSES
+
+
+def test_two_versions_of_one_file_live_side_by_side_and_are_what_was_hashed(tmp_path: Path) -> None:
+    file = tmp_path / "r.py"
+    spec = RewardSpec("python", str(file), "score")
+    text = "def score(p, r, a):\n    return [{}] * len(r)\n"
+    file.write_text(text.format(1.5))
+    first, digest = load_python_reward(spec), hashlib.sha256(file.read_bytes()).hexdigest()
+    file.write_text(text.format(2.5))
+    with pytest.raises(DataError, match="not what the first rank has"):
+        load_python_reward(spec, digest)
+    second = load_python_reward(spec, hashlib.sha256(file.read_bytes()).hexdigest())
+    assert first(["p"], ["r"], ["a"]).tolist() == [1.5]
+    assert second(["p"], ["r"], ["a"]).tolist() == [2.5]
+
+
+def test_a_source_that_does_not_run_or_binds_no_function_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import nosuch_module_at_all\ndef score(p, r, a): ...\n")
+    with pytest.raises(DataError, match="ModuleNotFoundError"):
+        build_reward(f"python:{tmp_path / 'broken.py'}:score")
+    (tmp_path / "exits.py").write_text("def score(p, r, a): ...\nraise SystemExit(3)\n")
+    with pytest.raises(DataError, match="SystemExit: 3"):
+        build_reward(f"python:{tmp_path / 'exits.py'}:score")
+    (tmp_path / "number.py").write_text("score = 3\n")
+    with pytest.raises(ConfigError, match="found int"):
+        build_reward(f"python:{tmp_path / 'number.py'}:score")
+
+
+def test_a_module_s_function_is_a_reward_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "vs_my_reward.py").write_text(
+        "def score(p, r, a):\n    return [float(x == y) for x, y in zip(r, a)]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert build_reward("python:vs_my_reward:score")(PROMPTS, RESPONSES, ANSWERS).tolist() == [1.0, 1.0, 0.0]
+
+
+def test_a_module_that_was_changed_since_it_was_imported_is_what_was_hashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "judges_of_today"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "scale.py").write_text("ONE = 1.0\n")
+    file = package / "judge.py"
+    file.write_text("from .scale import ONE\ndef score(p, r, a):\n    return [ONE] * len(r)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    spec = parse_reward("python:judges_of_today.judge:score")
+    assert spec is not None
+    before = load_python_reward(spec)
+    file.write_text("from .scale import ONE\ndef score(p, r, a):\n    return [ONE + 6] * len(r)\n")
+    after = load_python_reward(spec, hashlib.sha256(file.read_bytes()).hexdigest())
+    assert [reward(["p"], ["r"], ["a"]).tolist() for reward in (before, after)] == [[1.0], [7.0]]

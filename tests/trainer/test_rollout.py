@@ -1,4 +1,4 @@
-"""Sampling: the right distribution, and noise that depends on nothing but its name."""
+"""Sampling: the right distribution, noise that depends on nothing but its name, and when an engine is too far off."""
 
 import json
 import random
@@ -11,15 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from verl_slurm.base.errors import ConfigError, DataError
+from verl_slurm.base.errors import ConfigError, DataError, RolloutMismatch
+from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.config.schema import DataConfig, RolloutConfig
 from verl_slurm.dataset.prompts.chat_template import has_template
 from verl_slurm.trainer.data import Batch, PromptData, end_tokens, load_tokenizer
 from verl_slurm.trainer.models import load_causal_lm, logprobs_and_entropy
 from verl_slurm.trainer.objective.counter_rng import uniforms
+from verl_slurm.trainer.rollout.engines import gap_and_tokens, gap_limit, require_small_gap
 from verl_slurm.trainer.rollout.sampling import HFRollout, _doubling_scan, pick_tokens
 
 pytestmark = pytest.mark.torch
+
 
 TOKENS = 7
 
@@ -118,25 +121,6 @@ def test_the_recorded_logprobs_are_those_of_the_policy_recomputed(
     torch.testing.assert_close(logprobs[mask], batch["logprobs"][mask], rtol=0, atol=1e-5)
 
 
-def test_without_temperature_responses_are_those_of_hugging_faces_greedy_generate(
-    tiny: Path, data: PromptData
-) -> None:
-    tokenizer, prompts = load_tokenizer(tiny), data.batch(0, 16)
-    eos = int(tokenizer("0")["input_ids"][0])  # so that there are ends
-    batch = make_rollout(tiny, eos=eos, temperature=0.0).generate(prompts, step=0)
-    model: Any = load_causal_lm(tiny)
-    expected = model.generate(
-        input_ids=prompts["prompt_ids"],
-        attention_mask=prompts["prompt_mask"].long(),
-        max_new_tokens=TOKENS,
-        do_sample=False,
-        eos_token_id=eos,
-        pad_token_id=tokenizer.pad_token_id,
-    )[:, prompts["prompt_ids"].shape[1] :]
-    assert torch.equal(batch["response_ids"][:, : expected.shape[1]], expected)
-    assert not batch["response_mask"][:, expected.shape[1] :].any()
-
-
 def test_each_of_several_end_tokens_ends_a_response_as_in_hugging_faces_generate(
     tiny: Path, data: PromptData, tmp_path: Path
 ) -> None:
@@ -205,6 +189,11 @@ def test_a_chat_template_that_a_processor_saved_is_used(tiny: Path, tmp_path: Pa
 
 def test_the_end_token_ends_a_response_and_the_rest_is_padding(tiny: Path, data: PromptData) -> None:
     tokenizer = load_tokenizer(tiny)
+    one = data.batch(0, 1)
+    first = int(make_rollout(tiny).generate(one, step=0)["response_ids"][0, 0])
+    # One that ends at once has the full width all the same.
+    ended = make_rollout(tiny, eos=first).generate(one, step=0)
+    assert ended["response_mask"].tolist() == [[True] + [False] * (TOKENS - 1)]
     eos = int(tokenizer("0")["input_ids"][0])  # a frequent token plays the end, so that there are ends
     batch = make_rollout(tiny, eos=eos).generate(data.batch(0, 64), step=0)
     assert (
@@ -221,14 +210,6 @@ def test_the_end_token_ends_a_response_and_the_rest_is_padding(tiny: Path, data:
         assert set(ids[length:]) <= {tokenizer.pad_token_id}
         assert (logprobs[:length] < 0).all()
         assert (logprobs[length:] == 0).all()
-
-
-def test_a_batch_that_ends_early_has_the_full_width(tiny: Path, data: PromptData) -> None:
-    probe = make_rollout(tiny).generate(data.batch(0, 1), step=0)
-    eos = int(probe["response_ids"][0, 0])  # so that this very sample ends at once
-    batch = make_rollout(tiny, eos=eos).generate(data.batch(0, 1), step=0)
-    assert batch["response_ids"].shape == (1, TOKENS)
-    assert batch["response_mask"].tolist() == [[True] + [False] * (TOKENS - 1)]
 
 
 def test_sync_takes_over_the_actors_weights(tiny: Path, data: PromptData) -> None:
@@ -268,3 +249,30 @@ def test_a_model_with_a_cache_of_its_own_is_refused_before_it_samples(
 class OwnCache(torch.nn.Module):
     def _supports_default_dynamic_cache(self) -> bool:
         return False
+
+
+def test_the_gap_is_summed_over_valid_tokens_alone() -> None:
+    engine = torch.tensor([[-1.0, -2.0, 0.0], [-1.0, 0.0, 0.0]])
+    actor = torch.tensor([[-1.5, -1.75, -9.0], [-1.0, float("nan"), -9.0]])
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    assert gap_and_tokens(engine, actor, mask) == (0.75, 3.0)
+
+
+def test_a_mean_gap_up_to_the_limit_passes() -> None:
+    require_small_gap(0.75, 3.0, limit=0.25, step=0)
+    require_small_gap(0.0, 0.0, limit=0.25, step=0)
+
+
+@pytest.mark.parametrize("total", [0.76, float("nan"), float("inf")])
+def test_a_larger_gap_or_none_at_all_is_refused_with_a_code_of_its_own(total: float) -> None:
+    with pytest.raises(RolloutMismatch) as caught:
+        require_small_gap(total, 3.0, limit=0.25, step=4)
+    assert caught.value.exit_code is ExitCode.ROLLOUT
+    line = caught.value.one_line()
+    assert "step 5" in line
+    assert "at most rollout.max_logprob_gap=0.25" in line
+
+
+def test_the_limit_follows_the_precision_unless_it_is_set() -> None:
+    assert gap_limit(None, "float32") < gap_limit(None, "bfloat16")
+    assert gap_limit(0.5, "float32") == gap_limit(0.5, "bfloat16") == 0.5

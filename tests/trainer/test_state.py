@@ -9,9 +9,7 @@ import torch
 
 from tests.builders import run_config
 from verl_slurm.base.errors import CheckpointCorrupt
-from verl_slurm.config.schema import TrainConfig
 from verl_slurm.runtime_state.codec import decode, encode
-from verl_slurm.trainer.objective.optimizers import learning_rate, schedule_record
 from verl_slurm.trainer.state.position import Position, StepShape, after
 from verl_slurm.trainer.state.train_state import (
     UPDATE_METRICS,
@@ -139,22 +137,3 @@ def test_a_fixed_coefficient_is_fixed_in_the_next_life_too() -> None:
     restored = restore_state(capture_state(state, SHAPE, rank=0), config, SHAPE, where="x")
     assert restored.kl == state.kl
     assert restored.kl.update(9.0).coef == CONFIG.train.kl_coef
-
-
-def test_the_window_of_the_controller_is_carried_over() -> None:
-    state = fresh_state(CONFIG)
-    for kl in (0.1, 0.2, 0.3, 0.4):
-        state.kl = state.kl.update(kl)
-    restored = restore_state(capture_state(state, SHAPE, rank=0), CONFIG, SHAPE, where="x")
-    assert restored.kl.window == (0.2, 0.3, 0.4)
-    assert restored.kl.update(0.5) == state.kl.update(0.5)
-
-
-def test_learning_rate_warms_up_and_falls_to_nothing() -> None:
-    train = TrainConfig(steps=6, warmup_steps=2, lr_schedule="cosine")
-    rates = [learning_rate(1.0, train, step) for step in range(7)]
-    assert rates[:3] == [0.5, 1.0, 1.0]
-    assert rates[4] == pytest.approx(0.5)
-    assert rates[6] == 0.0
-    assert learning_rate(1.0, TrainConfig(steps=6), 5) == 1.0
-    assert schedule_record(train, 0)["actor"]["lr"] == train.actor_lr / 2

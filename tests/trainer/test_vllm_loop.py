@@ -55,14 +55,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> VLLMRuns:
 def test_a_killed_run_goes_on_and_ends_with_the_same_bits_and_no_token_sampled_twice(runs: VLLMRuns) -> None:
     undisturbed = runs.make_with("undisturbed", tensor_parallel=2)
     ended = runs.start(undisturbed)
-    assert ended.code == 0, ended.err
+    assert ended.returncode == 0, ended.stderr
     paths = runs.make_with("killed", tensor_parallel=2)
     first = runs.start(paths, script={"rank": 0, "safe_point": 16, "action": "kill"})
-    assert first.code != 0
+    assert first.returncode != 0
     # Rank 1's journal is lost: what it sampled must be sampled again, together with a rank that needs nothing.
     paths.ledger_segment(1, 1).unlink()
     second = runs.start(paths)
-    assert second.code == 0, second.err
+    assert second.returncode == 0, second.stderr
     assert _replayed(second) >= 2
     _assert_nothing_changed(paths, undisturbed)
 
@@ -71,12 +71,12 @@ def test_a_sync_that_is_lost_ends_the_run_before_it_learns_from_it(runs: VLLMRun
     """Each rank samples alone here, on the group of both."""
     paths = runs.make_with("lost", tensor_parallel=1)
     ended = runs.start(paths, script={"rank": None, "safe_point": 12, "action": "lose_sync"})
-    assert ended.code != 0
-    assert "the rollout engine's log probabilities are not the policy's: step 2 (found a mean" in ended.err
-    assert f"exitcode  : {ExitCode.ROLLOUT:d} " in ended.err
+    assert ended.returncode != 0
+    assert "the rollout engine's log probabilities are not the policy's: step 2 (found a mean" in ended.stderr
+    assert f"exitcode  : {ExitCode.ROLLOUT:d} " in ended.stderr
     # Whether the save of step 1, which goes on beside the training, was ready by then is chance.
-    assert "step 1/2" in ended.out
-    assert "step 2/2" not in ended.out
+    assert "step 1/2" in ended.stdout
+    assert "step 2/2" not in ended.stdout
     assert not paths.checkpoint(2).exists()
 
 
@@ -85,7 +85,7 @@ def test_ranks_that_train_one_model_together_sample_it_together(runs: VLLMRuns) 
     """One replica of two ranks, which deals a micro-batch out, and one vLLM of the same two."""
     paths = runs.make_with("replica", tensor_parallel=2, trainer_tensor_parallel=2)
     ended = runs.start(paths)
-    assert ended.code == 0, ended.err
+    assert ended.returncode == 0, ended.stderr
     verdict = verify(paths.checkpoint(2))
     assert verdict.ok, verdict.problems
     journal = ledger_stats(paths)

@@ -1,13 +1,13 @@
-"""verl's settings by key: what a user may say, each key once, and what is not verl's to say refused."""
+"""verl's settings by key: what a user may say, what is not verl's to say, what they name, and for which verl."""
 
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 import msgspec
 import pytest
 
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.config.load import flattened
+from verl_slurm.config.load import flattened, parse_config
 from verl_slurm.verl.overrides import (
     OwnSettings,
     own_settings,
@@ -16,7 +16,16 @@ from verl_slurm.verl.overrides import (
     trainer_mode,
     user_settings,
 )
-from verl_slurm.verl.verl_inputs import said_settings
+from verl_slurm.verl.releases import RELEASES, Entry, require_usable
+from verl_slurm.verl.verl_inputs import (
+    Input,
+    bytes_per_parameter,
+    data_of,
+    inputs_of,
+    is_remote,
+    said_settings,
+    with_critic,
+)
 
 OWN = OwnSettings(
     nodes=2,
@@ -170,10 +179,7 @@ def test_what_verl_cannot_do_is_refused(section: dict[str, Any]) -> None:
 )
 def test_what_verl_can_do_passes(section: dict[str, Any]) -> None:
     judge(section)
-
-
-def test_verls_own_default_for_saving_is_replaced_and_not_judged() -> None:
-    require_possible({"trainer": {"save_freq": -1}}, {})
+    require_possible({"trainer": {"save_freq": -1}}, {})  # verl's own default is replaced, and not judged
 
 
 def test_a_start_says_where_to_save_and_nothing_to_resume_from() -> None:
@@ -183,6 +189,13 @@ def test_a_start_says_where_to_save_and_nothing_to_resume_from() -> None:
     assert (got["trainer.nnodes"], got["trainer.n_gpus_per_node"]) == (2, 4)
     assert (got["trainer.save_freq"], got["trainer.experiment_name"]) == (10, "run")
     assert got["hydra.run.dir"] == "/r/work/hydra"
+    # verl never removes a checkpoint itself.
+    assert got["trainer.max_actor_ckpt_to_keep"] is ours("sft", {})["trainer.max_ckpt_to_keep"] is None
+    assert trainer_mode({}) == "sync"
+    # Its responses are kept unless the user has a manager of their own.
+    key = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
+    assert got[f"++{key}"] == "verl_slurm.loops.verl_rollouts.LedgerManager"
+    assert f"++{key}" not in ours("ppo", {f"+{key}": "mine.Manager"}) | ours("sft", {})
 
 
 @pytest.mark.parametrize("entry", ["ppo", "sft"])
@@ -196,18 +209,87 @@ def test_a_resume_names_the_verified_checkpoint_and_the_users_cadence_and_name_s
     assert not {"trainer.save_freq", "trainer.experiment_name"} & set(got)
 
 
-def test_verl_never_removes_a_checkpoint_itself() -> None:
-    assert ours("sft", {})["trainer.max_ckpt_to_keep"] is None
-    assert ours("ppo", {})["trainer.max_actor_ckpt_to_keep"] is None
+def found(entry: Entry, **words: object) -> list[Input]:
+    said = user_settings({name.replace("__", "."): value for name, value in words.items()})
+    return inputs_of(entry, said_settings(said), said)
 
 
-def test_the_mode_is_verls_default_unless_it_is_said() -> None:
-    assert trainer_mode({}) == "sync"
-    assert trainer_mode({"trainer": {"v1": {"trainer_mode": "colocate_async"}}}) == "colocate_async"
+def places(entry: Entry, **words: object) -> dict[str, list[str]]:
+    by_key: dict[str, list[str]] = {}
+    for one in found(entry, **words):
+        by_key.setdefault(one.key, []).append(one.place)
+    return by_key
 
 
-def test_verls_responses_are_kept_unless_the_user_has_a_manager_of_their_own() -> None:
-    key = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
-    assert ours("ppo", {})[f"++{key}"] == "verl_slurm.loops.verl_rollouts.LedgerManager"
-    assert f"++{key}" not in ours("ppo", {f"+{key}": "mine.Manager"})
-    assert f"++{key}" not in ours("sft", {})
+def test_files_are_one_or_a_list() -> None:
+    assert places("sft", data__train_files=["/a", "/b"])["data.train_files"] == ["/a", "/b"]
+    assert places("sft", data__train_files="/a")["data.train_files"] == ["/a"]
+    assert places("ppo", data__val_files=None) == {}
+
+
+def test_what_the_user_did_not_say_is_known_as_verls_own_default() -> None:
+    settings = {"data": {"train_files": "~/a"}, "model": {"path": "/m"}}
+    (data, model) = inputs_of("sft", settings, user_settings({"model.path": "/m"}))
+    assert (data.is_default, model.is_default) == (True, False)
+
+
+@pytest.mark.parametrize("prefix", ["+", "++"])
+def test_hydras_prefixes_do_not_hide_a_word(prefix: str) -> None:
+    said = user_settings({f"{prefix}model.path": "/m"})
+    assert inputs_of("sft", said_settings(said), said)[-1].place == "/m"
+
+
+def test_what_refers_to_the_environment_is_left_to_verl() -> None:
+    assert "model.path" not in places("sft", model__path="${oc.env:MODEL}/x")
+
+
+def test_a_critic_is_there_as_verl_decides_it_and_its_model_is_read_too() -> None:
+    assert with_critic("ppo", {})
+    assert not with_critic("ppo", {"algorithm": {"adv_estimator": "grpo"}})
+    assert with_critic("ppo", {"algorithm": {"adv_estimator": "grpo"}, "critic": {"enable": True}})
+    assert not with_critic("sft", {})
+    assert places("ppo", critic__model__path="/c")["critic.model.path"] == ["/c"]
+    assert "critic.model.path" not in places("ppo", critic__model__path="/c", algorithm__adv_estimator="grpo")
+
+
+def test_a_save_holds_float32_weights_and_two_moments_of_each_model_that_trains() -> None:
+    assert bytes_per_parameter("sft", {}) == 12
+    assert bytes_per_parameter("ppo", {"algorithm": {"adv_estimator": "grpo"}}) == 12
+    assert bytes_per_parameter("ppo", {}) == 24
+    assert bytes_per_parameter("sft", {"model": {"lora_rank": 8}}) == 4
+    contents = {"checkpoint": {"save_contents": ["model", "optimizer", "extra", "hf_model"]}}
+    assert bytes_per_parameter("sft", contents) == 14
+
+
+def test_what_is_remote() -> None:
+    assert is_remote("hdfs://a/b")
+    assert not is_remote("/a:b/c")
+
+
+def test_the_files_of_a_run_are_its_data_as_far_as_they_are_files() -> None:
+    text = (
+        b"trainer: {backend: verl}\nverl:\n  data.train_files: [/b, hdfs://c, /a, '${oc.env:X}']\n"
+        b"  data: {val_files: ~/v}\n"
+    )
+    assert data_of(parse_config(text, "x.yaml")) == ("/a", "/b", str(Path("~/v").expanduser()))
+    assert data_of(parse_config(b"trainer: {backend: verl}", "x.yaml")) is None
+    assert data_of(parse_config(text + b"data: {root: /d}\n", "x.yaml")) == Path("/d")
+
+
+@pytest.mark.parametrize("version", RELEASES)
+def test_of_a_release_that_was_run_nothing_has_to_be_known(version: str) -> None:
+    assert require_usable(version) == ""
+
+
+@pytest.mark.parametrize("version", ["0.9.2", "1.0.0.dev1", "0.10", "main"])
+def test_one_that_nobody_ran_is_named_and_so_are_those_that_were(version: str) -> None:
+    note = require_usable(version)
+    assert version in note
+    assert "0.9.1" in note
+    assert "\n" not in note
+
+
+@pytest.mark.parametrize("version", ["0.8.0", "0.7.1", "0.2.0.post2", "0.1"])
+def test_one_without_what_we_hold_on_to_is_refused_with_the_one_to_install(version: str) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be run.*found 0.*pip install verl==0\.9\.1"):
+        require_usable(version)

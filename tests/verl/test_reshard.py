@@ -30,9 +30,8 @@ from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.cli.__main__ import main
 from verl_slurm.verl.positions import Positions, positions_file
 from verl_slurm.verl.reshard import checkpoint as resharding, torch_shards
-from verl_slurm.verl.reshard.at_start import prepare_ranks
-from verl_slurm.verl.reshard.checkpoint import DivisionSource, open_source, plan_source
-from verl_slurm.verl.reshard.dividing import Command, divide_step, plan_step, this_python
+from verl_slurm.verl.reshard.checkpoint import DivisionSource, division_of, open_source, prepare_ranks
+from verl_slurm.verl.reshard.dividing import Command, RanksPython, start_division, this_python
 from verl_slurm.verl.tracker import tracker_file
 
 pytestmark = pytest.mark.torch
@@ -71,6 +70,11 @@ def refused(step: Path, ranks: int, found: str) -> None:
         torch_shards.read_step(root, step, ranks)
 
 
+def planned(step: Path, ranks: int) -> None:
+    with division_of(DivisionSource(directory=step, step=step, manifest=None), ranks, this_python):
+        pass
+
+
 def same(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
     assert len(ours) == len(theirs) > 8
     return all(torch.equal(value, theirs[name]) for name, value in ours.items())
@@ -93,9 +97,7 @@ def with_pickle(shard: Path, change: Callable[[bytes], bytes], compression: int 
 
 
 @pytest.mark.scenario("L21")
-def test_two_ranks_three_one_and_two_hold_the_same_tensors(
-    tmp_path: Path,
-) -> None:
+def test_two_ranks_three_one_and_two_hold_the_same_tensors(tmp_path: Path) -> None:
     first = step = fsdp2_step(tmp_path, 4, 2)
     for ranks in (3, 1, 2):
         step = divided(step, ranks, tmp_path / f"of_{ranks}_{step.parent.name[-1]}")
@@ -104,13 +106,10 @@ def test_two_ranks_three_one_and_two_hold_the_same_tensors(
     name = "actor/extra_state_world_size_2_rank_0.pt"
     assert (step / name).read_bytes() == (first / name).read_bytes()
     assert (step / "data.pt").read_bytes() == (first / "data.pt").read_bytes()
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4, 5, 9])
-def test_more_ranks_than_rows_get_parts_without_rows(tmp_path: Path, ranks: int) -> None:
-    first = fsdp2_step(tmp_path, 4, 3)
-    step = divided(first, ranks, tmp_path / "other")
-    assert same(gathered(step / "actor"), gathered(first / "actor"))
+    # More ranks than rows get parts without rows.
+    for ranks in (5, 9):
+        step = divided(first, ranks, tmp_path / f"more_{ranks}")
+        assert same(gathered(step / "actor"), gathered(first / "actor"))
 
 
 def test_other_dimensions_and_replicas_stay_what_they_are(tmp_path: Path) -> None:
@@ -121,11 +120,7 @@ def test_other_dimensions_and_replicas_stay_what_they_are(tmp_path: Path) -> Non
     shard = torch.load(step / "actor/model_world_size_3_rank_2.pt", weights_only=False)
     assert [shard[name].placements[0] for name in placements] == list(placements.values())
     assert shard["embed"].to_local().shape == (7, 1)
-
-
-def test_a_tensor_of_two_names_lies_once_in_each_file(tmp_path: Path) -> None:
-    step = divided(fsdp2_step(tmp_path, 4, 2), 3, tmp_path / "other")
-    shard = torch.load(step / "actor/model_world_size_3_rank_0.pt", weights_only=False)
+    # A tensor of two names lies once in each file.
     assert shard["head"].to_local().data_ptr() == shard["embed"].to_local().data_ptr()
 
 
@@ -303,22 +298,20 @@ def test_a_dry_run_prints_the_plan_that_is_carried_out_and_writes_nothing(
 # ---- what is refused
 
 
-def test_megatrons_checkpoints_are_refused_with_verls_merger(tmp_path: Path) -> None:
+def test_megatrons_checkpoints_are_refused_with_verls_merger_and_the_same_ranks_need_no_work(
+    tmp_path: Path,
+) -> None:
     step = tmp_path / "global_step_4"
     (step / "actor" / "dist_ckpt").mkdir(parents=True)
     (step / "actor" / "dist_ckpt" / "__0_0.distcp").write_bytes(b"x")
     (step / "data.pt").touch()
     with pytest.raises(ConfigError) as caught:
-        plan_source(DivisionSource(directory=step, step=step, manifest=None), 3, this_python)
+        planned(step, 3)
     line = caught.value.one_line()
+    with pytest.raises(ConfigError, match="already.*nothing has to be done"):
+        planned(shard_step(tmp_path / "same", 4, 2), 2)
     assert "Megatron" in line
     assert f"python -m verl.model_merger merge --backend megatron --local_dir {step}/actor" in line
-
-
-def test_the_same_number_of_ranks_needs_no_work(tmp_path: Path) -> None:
-    step = shard_step(tmp_path, 4, 2)
-    with pytest.raises(ConfigError, match="already.*nothing has to be done"):
-        plan_source(DivisionSource(directory=step, step=step, manifest=None), 2, this_python)
 
 
 @pytest.mark.scenario("L21")
@@ -352,13 +345,10 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_made(
     words = ["reshard", str(place), "--ranks", "3", "--out", str(tmp_path / "out")]
     assert main(words) == ExitCode.CORRUPT
     assert sorted(os.listdir(tmp_path)) == ["run"]
-
-
-def test_a_flipped_bit_in_a_step_of_plain_verl_is_refused(tmp_path: Path) -> None:
-    step = fsdp2_step(tmp_path / "plain", 4, 2)
-    struck(step / "actor/optim_world_size_2_rank_1.pt")
+    plain = fsdp2_step(tmp_path / "plain", 4, 2)
+    struck(plain / "actor/optim_world_size_2_rank_1.pt")
     with pytest.raises(CheckpointCorrupt, match="not whole"):
-        open_source(step)
+        open_source(plain)
 
 
 def test_ranks_that_disagree_about_what_all_of_them_hold_are_refused(tmp_path: Path) -> None:
@@ -450,7 +440,12 @@ def test_the_native_trainers_checkpoints_need_no_dividing(paths: RunPaths) -> No
 # ---- the process
 
 
-def python_that(program: str) -> Callable[[Sequence[str], Sequence[Path]], Command]:
+PLAN = '{"type": "plan", "before": 2, "after": 3, "roles": [], "num_data": null, '
+PLAN += '"written_bytes": 0, "largest_bytes": 0}'
+FULL = '{"type": "refused", "errno": 28, "what": "No space left", "where": "/x"}'
+
+
+def python_that(program: str) -> RanksPython:
     """A Python of the ranks that runs this text."""
     return lambda *_: Command([sys.executable, "-c", program], dict(os.environ), "/their/python")
 
@@ -470,36 +465,31 @@ def python_that(program: str) -> Callable[[Sequence[str], Sequence[Path]], Comma
 def test_an_answer_that_is_not_a_plan_is_an_error(
     tmp_path: Path, program: str, error: type[VerlSlurmError], found: str
 ) -> None:
-    with pytest.raises(error, match=found):
-        plan_step(tmp_path, 3, python_that(program), lambda _: None)
+    with pytest.raises(error, match=found), start_division(tmp_path, 3, python_that(program)):
+        pass
 
 
 def test_the_process_ends_before_its_directory_is_removed(tmp_path: Path) -> None:
     mark = tmp_path / "pid"
-    program = f"import os, time; open({str(mark)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    program = f"import os, time; print({PLAN!r}, flush=True); "
+    program += f"open({str(mark)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
 
     def leave(_: int) -> None:
         if mark.exists() and mark.read_text():
             raise KeyboardInterrupt
 
     began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        divide_step(
-            tmp_path,
-            3,
-            tmp_path / "new",
-            python_that(f"import os; os.chdir({str(tmp_path)!r}); {program}"),
-            leave,
-        )
+    with pytest.raises(KeyboardInterrupt), start_division(tmp_path, 3, python_that(program)) as division:
+        division.divide(tmp_path / "new", leave)
     assert time.monotonic() - began < 60
     assert not psutil.pid_exists(int(mark.read_text()))
 
 
 def test_an_error_of_the_storage_keeps_its_number(tmp_path: Path) -> None:
-    program = 'print(\'{"type": "refused", "errno": 28, "what": "No space left", "where": "/x"}\')'
-    with pytest.raises(OSError) as caught:
-        divide_step(tmp_path, 3, tmp_path / "new", python_that(program), lambda _: None)
-    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, "/x")
+    with start_division(tmp_path, 3, python_that(f"print({PLAN!r}); print({FULL!r})")) as division:
+        with pytest.raises(OSError) as caught:
+            division.divide(tmp_path / "new", lambda _: None)
+        assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, "/x")
 
 
 # ---- what goes wrong on the way
@@ -526,12 +516,7 @@ def test_a_division_that_fails_leaves_nothing_behind(
     paths: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = committed(paths, shard_step(paths.work(1), 4, 2), 2).rename(tmp_path / "step_000004")
-
-    def failing(module: Sequence[str], places: Sequence[Path]) -> Command:
-        full = 'print(\'{"type": "refused", "errno": 28, "what": "No space left on device"}\')'
-        return (python_that(full) if len(module) > 3 else fake_divider)(module, places)
-
-    monkeypatch.setattr(resharding, "this_python", failing)
+    monkeypatch.setattr(resharding, "this_python", python_that(f"print({PLAN!r}); print({FULL!r})"))
     words = ["reshard", str(place), "--ranks", "3", "--out", str(tmp_path / "out")]
     assert main(words) == ExitCode.PERMISSION
     assert sorted(os.listdir(tmp_path)) == ["run", "step_000004"]
@@ -541,16 +526,10 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = open_source(committed(paths, shard_step(paths.work(1), 4, 2), 2))
-    plan = plan_source(source, 3, fake_divider)
     monkeypatch.setattr(resharding, "room_for", lambda _, need: judge_room(FreeSpace(bytes=10), need))
     with pytest.raises(NoRoom, match="needed"):
-        resharding.require_room(source, plan, paths.root)
-
-
-def test_a_place_among_the_runs_checkpoints_is_refused(paths: RunPaths) -> None:
-    source = committed(paths, shard_step(paths.work(1), 4, 2), 2)
-    words = ["reshard", str(source), "--ranks", "3", "--out", str(paths.checkpoints / "step_000005")]
-    assert main(words) == ExitCode.PERMISSION
+        prepare_ranks(paths, 1, source.manifest, 3, fake_divider)
+    assert os.listdir(paths.resharded.checkpoints) == []
 
 
 # ---- at a start
@@ -614,8 +593,7 @@ def test_an_attempt_that_is_to_end_or_was_replaced_leaves_no_copy(paths: RunPath
         assert list(paths.resharded.root.glob("checkpoints/*")) == []
 
     def replaced(module: Sequence[str], places: Sequence[Path]) -> Command:
-        if len(module) > 3:
-            take_epoch(paths, job_id="2", restart=0)
+        take_epoch(paths, job_id="2", restart=0)
         return fake_divider(module, places)
 
     with pytest.raises(Fenced):
@@ -640,4 +618,4 @@ def test_a_small_file_that_describes_gigabytes_is_refused_in_one_line(tmp_path: 
     long = b"\x80\x02}X\x01\x00\x00\x00a(" + b"]" * (12 << 20) + b"ls."
     with_pickle(step / "model_world_size_2_rank_1.pt", lambda _: long, zipfile.ZIP_DEFLATED)
     with pytest.raises(ConfigError, match="more memory than their own size and 512 MiB"):
-        plan_source(DivisionSource(directory=step, step=step, manifest=None), 3, this_python)
+        planned(step, 3)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.verl.fsdp_ranks import Training, on_ranks
 from tests.verl.same import differences
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.verl.reshard.checkpoint import open_source, plan_source, write_step
+from verl_slurm.verl.reshard.checkpoint import division_of, open_source, write_step
 from verl_slurm.verl.reshard.dividing import this_python
 from verl_slurm.verl.shards import judge_step
 
@@ -60,7 +60,8 @@ def noted(training: Training, path: Path) -> None:
 def divided(step: Path, ranks: int, place: Path) -> Path:
     source = open_source(step)
     place.mkdir()
-    return write_step(source, plan_source(source, ranks, this_python), place, this_python).path
+    with division_of(source, ranks, this_python, below=[place]) as division:
+        return write_step(source, division, place).path
 
 
 def unequal(ours: Path, theirs: Path) -> list[str]:
@@ -142,8 +143,9 @@ def test_the_new_ranks_generators_are_their_own_and_the_same_each_time(tmp_path:
 
 def test_parameters_that_fsdp1_keeps_as_they_were_are_refused(tmp_path: Path) -> None:
     step = saved(tmp_path / "first", ("fsdp", False), 2, original=True)
-    with pytest.raises(ConfigError, match=r"optim.*rank 1 holds other things.*docs/verl.md"):
-        plan_source(open_source(step), 3, this_python)
+    wanted = r"optim.*rank 1 holds other things.*docs/verl.md"
+    with pytest.raises(ConfigError, match=wanted), division_of(open_source(step), 3, this_python):
+        pass
 
 
 def test_moments_that_do_not_fit_the_models_units_are_refused(tmp_path: Path) -> None:
@@ -155,5 +157,6 @@ def test_moments_that_do_not_fit_the_models_units_are_refused(tmp_path: Path) ->
         for name in ("exp_avg", "exp_avg_sq"):
             value["state"][1][name] = value["state"][1][name][:-1].clone()
         torch.save(value, path)
-    with pytest.raises(ConfigError, match="flat parameters"):
-        plan_source(open_source(step), 3, this_python)
+    wanted = "flat parameters"
+    with pytest.raises(ConfigError, match=wanted), division_of(open_source(step), 3, this_python):
+        pass

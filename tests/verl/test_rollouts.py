@@ -69,20 +69,14 @@ def test_a_checkpoint_of_an_older_version_goes_on_behind_its_steps(tmp_path: Pat
     assert found.order(["a_0_0", "restored_0_0"]) == [1, 0]
 
 
-@pytest.mark.parametrize(
-    ("there", "step", "told"),
-    [
-        ("data.pt", 0, "did not resume from where it was told to"),
-        ("other", 7, "where in the data.*no data.pt"),
-    ],
-)
+@pytest.mark.parametrize(("there", "step"), [("data.pt", 0), ("other", 7)])
 def test_a_resume_at_which_verl_would_begin_anew_in_silence_is_refused(
-    tmp_path: Path, there: str, step: int, told: str
+    tmp_path: Path, there: str, step: int
 ) -> None:
     checkpoint = tmp_path / "step_000007"
     (checkpoint / "global_step_7").mkdir(parents=True)
     (checkpoint / "global_step_7" / there).touch()
-    with pytest.raises(CheckpointCorrupt, match=told):
+    with pytest.raises(CheckpointCorrupt, match="did not resume from where it was told to"):
         rollouts(checkpoint).resume(step)
     (checkpoint / "global_step_7" / "data.pt").touch()
     rollouts(checkpoint).resume(7)

@@ -1,13 +1,14 @@
-import json
 import os
+import shutil
 import struct
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.verl.verl_steps import make_directory, make_step
+from tests.verl.verl_steps import make_directory, make_step, save_role
 from verl_slurm.verl import shards
 from verl_slurm.verl.shards import Judged, judge_all, judge_step, list_steps
 
@@ -51,27 +52,82 @@ SHARDS = [
     "optim_world_size_2_rank_0.pt",
     "extra_state_world_size_2_rank_1.pt",
     "data_0.pt",
+    "data_1.pt",
 ]
 
 
-@pytest.mark.parametrize("name", SHARDS)
-def test_a_shard_cut_to_half_is_found(verl_dir: Path, name: str) -> None:
-    path = verl_dir / "global_step_6" / name
-    os.truncate(path, path.stat().st_size // 2)
-    assert set(problems(newest(verl_dir))) == {name}
-    assert judge_all(verl_dir)[1].ok
+def _tensors(step: Path, num_bytes: int) -> None:
+    """Safetensors of four bytes, as far as they got."""
+    header = b'{"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'
+    path = step / "huggingface" / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(num_bytes))
+    path.chmod(0o644)
 
 
-@pytest.mark.parametrize("name", SHARDS)
-def test_an_empty_shard_is_found(verl_dir: Path, name: str) -> None:
-    os.truncate(verl_dir / "global_step_6" / name, 0)
-    assert problems(newest(verl_dir)) == {name: "empty: 0 bytes"}
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
 
 
-@pytest.mark.parametrize("name", [*SHARDS, "data_1.pt"])
-def test_a_missing_shard_is_found(verl_dir: Path, name: str) -> None:
-    (verl_dir / "global_step_6" / name).unlink()
-    assert name in problems(newest(verl_dir))
+def _without(step: Path, glob: str) -> None:
+    for path in step.glob(glob):
+        path.unlink()
+
+
+def _resaved(step: Path) -> None:
+    make_step(step.parent, 6, world=1)
+
+
+PPO = {"entry": "ppo"}
+FOUND: dict[str, tuple[dict[str, object], Callable[[Path], object], str, str]] = {
+    "begun": (
+        {},
+        lambda step: (shutil.rmtree(step), step.mkdir(mode=0o755)),
+        ".",
+        "a save that had only begun",
+    ),
+    "no data": (PPO, lambda step: (step / "data.pt").unlink(), "data.pt", "start the data over"),
+    "retention": (PPO, lambda step: shutil.rmtree(step / "actor"), "actor", "max_actor_ckpt_to_keep"),
+    "twice": ({}, _resaved, ".", "saved twice"),
+    "two numbers": (PPO, lambda step: save_role(step / "critic", 1, 7), ".", "saved by 1 and 2 ranks"),
+    "no optimizer": ({}, lambda step: _without(step, "optim_*"), ".", "save_contents"),
+    "json": (
+        {},
+        lambda step: (step / "huggingface/config.json").write_text("{"),
+        "huggingface/config.json",
+        "not J",
+    ),
+    "ranks": (
+        {},
+        lambda step: (step / "fsdp_config.json").write_text('{"world_size": 8}'),
+        "fsdp_config.json",
+        "says world_size 8, the shards are of 2",
+    ),
+    "cut tensors": ({}, lambda step: _tensors(step, 2), "huggingface/model.safetensors", "its header says"),
+    "fifo": ({}, lambda step: _pipe(step / "data_0.pt"), "data_0.pt", "is a special file"),
+    "writable": ({}, lambda step: (step / "data_0.pt").chmod(0o664), "data_0.pt", "may be written by others"),
+    "a file": ({}, lambda step: (shutil.rmtree(step), step.write_text("")), ".", "cannot be read"),
+} | {
+    f"{kind} {name}": ({}, strike, name, words)
+    for name in SHARDS
+    for kind, words, strike in (
+        ("cut", "", lambda step, name=name: os.truncate(step / name, (step / name).stat().st_size // 2)),
+        ("empty", "empty: 0 bytes", lambda step, name=name: os.truncate(step / name, 0)),
+        ("missing", "", lambda step, name=name: (step / name).unlink()),
+    )
+}
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_what_a_step_lacks_or_contradicts_is_named_and_its_neighbour_is_whole(
+    tmp_path: Path, case: str
+) -> None:
+    how, strike, path, words = FOUND[case]
+    directory = make_directory(tmp_path / "d", 4, 6, 8, **how)
+    strike(directory / "global_step_6")
+    newer, found, older = judge_all(directory)
+    assert (newer.ok, found.ok, older.ok) == (True, False, True)
+    assert any(words in problem.what for problem in found.problems if problem.path == path), found.problems
 
 
 @pytest.mark.parametrize("name", SHARDS[:3])
@@ -88,43 +144,12 @@ def test_one_flipped_bit_of_a_tensor_that_torch_loads_without_a_word_is_found(
     assert "CRC-32" in problems(newest(verl_dir))[name]
 
 
-def test_an_empty_step_is_a_save_that_had_only_begun(verl_dir: Path) -> None:
-    (verl_dir / "global_step_8").mkdir(mode=0o755)
-    assert problems(newest(verl_dir)) == {".": "empty: a save that had only begun"}
-
-
-def test_ppo_without_the_data_loaders_state_would_start_the_data_over(tmp_path: Path) -> None:
-    (make_step(tmp_path, 6, entry="ppo") / "data.pt").unlink()
-    assert "start the data over" in problems(newest(tmp_path))["data.pt"]
-
-
-def test_what_verls_own_retention_left_is_named_for_what_it_is(tmp_path: Path) -> None:
-    import shutil
-
-    shutil.rmtree(make_step(tmp_path, 6, entry="ppo") / "actor")
-    assert "max_actor_ckpt_to_keep" in problems(newest(tmp_path))["actor"]
-
-
 def test_a_critic_that_only_the_neighbours_have_is_missed(tmp_path: Path) -> None:
-    import shutil
-
     make_step(tmp_path, 4, entry="ppo", critic=True)
     shutil.rmtree(make_step(tmp_path, 6, entry="ppo", critic=True) / "critic")
     found = judge_all(tmp_path)
     assert problems(found[0]) == {"critic": "no shard of this model, global_step_4 has it"}
     assert found[1].ok
-
-
-def test_shards_of_two_numbers_of_ranks_in_one_directory_are_refused(verl_dir: Path) -> None:
-    make_step(verl_dir, 6, world=1)
-    assert "saved twice" in problems(newest(verl_dir))["."]
-
-
-def test_an_actor_and_a_critic_of_different_numbers_of_ranks_are_refused(tmp_path: Path) -> None:
-    from tests.verl.verl_steps import save_role
-
-    save_role(make_step(tmp_path, 6, entry="ppo") / "critic", 1, 7)
-    assert problems(newest(tmp_path)) == {".": "its models were saved by 1 and 2 ranks"}
 
 
 def test_fewer_data_states_than_ranks_are_fine_where_sequences_are_divided(tmp_path: Path) -> None:
@@ -136,30 +161,6 @@ def test_fewer_data_states_than_ranks_are_fine_where_sequences_are_divided(tmp_p
     assert "data_1.pt" in problems(newest(tmp_path))
 
 
-def test_one_that_was_saved_without_its_optimizer_is_no_checkpoint_to_go_on_from(tmp_path: Path) -> None:
-    path = make_step(tmp_path, 6)
-    for shard in path.glob("optim_*"):
-        shard.unlink()
-    assert "save_contents" in problems(judge_step(path))["."]
-
-
-def test_json_that_does_not_parse_and_a_number_of_ranks_that_contradicts_the_shards(verl_dir: Path) -> None:
-    step = verl_dir / "global_step_6"
-    (step / "huggingface" / "config.json").write_text("{")
-    (step / "fsdp_config.json").write_text(json.dumps({"world_size": 8}))
-    found = problems(newest(verl_dir))
-    assert found["huggingface/config.json"].startswith("not JSON")
-    assert found["fsdp_config.json"] == "says world_size 8, the shards are of 2"
-
-
-def test_safetensors_that_were_cut_off(verl_dir: Path) -> None:
-    header = b'{"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'
-    path = verl_dir / "global_step_6" / "huggingface" / "model.safetensors"
-    path.write_bytes(len(header).to_bytes(8, "little") + header + b"12")
-    path.chmod(0o644)
-    assert "its header says" in problems(newest(verl_dir))["huggingface/model.safetensors"]
-
-
 def test_a_megatron_checkpoint_is_said_to_be_beyond_us_and_not_to_be_damaged(tmp_path: Path) -> None:
     folder = tmp_path / "global_step_6" / "actor" / "model" / "dist_ckpt"
     folder.mkdir(parents=True)
@@ -168,7 +169,7 @@ def test_a_megatron_checkpoint_is_said_to_be_beyond_us_and_not_to_be_damaged(tmp
     assert "Megatron" in problem.what
 
 
-def test_links_are_not_followed(verl_dir: Path, tmp_path: Path) -> None:
+def test_links_are_not_followed_and_others_files_not_called_good(verl_dir: Path, tmp_path: Path) -> None:
     step = verl_dir / "global_step_6"
     shard = step / "model_world_size_2_rank_0.pt"
     shard.rename(tmp_path / "elsewhere.pt")
@@ -176,13 +177,12 @@ def test_links_are_not_followed(verl_dir: Path, tmp_path: Path) -> None:
     assert "is a link" in "; ".join(p.what for p in newest(verl_dir).problems)
     (verl_dir / "global_step_8").symlink_to(verl_dir / "global_step_4")
     assert problems(newest(verl_dir)) == {".": "is a link, and those are not followed"}
-
-
-def test_a_fifo_in_the_place_of_a_shard_holds_nobody_up(verl_dir: Path) -> None:
-    shard = verl_dir / "global_step_6" / "data_0.pt"
-    shard.unlink()
-    os.mkfifo(shard)
-    assert "special file" in "; ".join(p.what for p in newest(verl_dir).problems)
+    assert not judge_step(verl_dir / "global_step_9").ok, "one that is gone is a finding, and no crash"
+    if os.geteuid() == 0:
+        os.chown(verl_dir / "global_step_4" / "data_0.pt", 12345, -1)
+        (problem,) = judge_all(verl_dir)[2].problems
+        assert problem.kind == "untrusted"
+        assert "uid 12345" in problem.what
 
 
 def test_a_step_of_more_files_than_any_has_is_refused_unread(
@@ -196,20 +196,6 @@ def test_a_step_of_more_files_than_any_has_is_refused_unread(
     assert shards.step_bytes(verl_dir / "global_step_6") == 0
 
 
-def test_what_others_may_write_is_not_called_good(verl_dir: Path) -> None:
-    (verl_dir / "global_step_6" / "data_0.pt").chmod(0o664)
-    (problem,) = newest(verl_dir).problems
-    assert (problem.kind, problem.path) == ("untrusted", "data_0.pt")
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_what_belongs_to_another_user_is_not_called_good(verl_dir: Path) -> None:
-    os.chown(verl_dir / "global_step_6" / "data_0.pt", 12345, -1)
-    (problem,) = newest(verl_dir).problems
-    assert problem.kind == "untrusted"
-    assert "uid 12345" in problem.what
-
-
 def test_a_name_with_a_newline_and_a_colour_is_shown_escaped_and_refused(verl_dir: Path) -> None:
     name = "evil\n\x1b[31mglobal_step_7: whole.pt"
     (verl_dir / "global_step_6" / name).write_bytes(b"")
@@ -217,15 +203,3 @@ def test_a_name_with_a_newline_and_a_colour_is_shown_escaped_and_refused(verl_di
     assert not one.ok
     assert "\n" not in one.one_line()
     assert "\x1b" not in one.one_line()
-
-
-def test_a_step_that_is_a_file_or_is_gone_is_a_finding_and_no_crash(verl_dir: Path) -> None:
-    (verl_dir / "global_step_8").write_text("")
-    assert "cannot be read" in newest(verl_dir).one_line()
-    assert not judge_step(verl_dir / "global_step_9").ok
-
-
-def test_many_steps_of_one_directory_are_judged_each_on_its_own(tmp_path: Path) -> None:
-    make_directory(tmp_path / "d", 2, 4, 6)
-    os.truncate(tmp_path / "d" / "global_step_4" / SHARDS[0], 10)
-    assert [one.ok for one in judge_all(tmp_path / "d")] == [True, False, True]

@@ -96,10 +96,5 @@ def sft_words(
             "max_length": 128,
             "num_workers": 0,
         },
-        "trainer": {
-            "device": "cpu",
-            "logger": ["console"],
-            "total_epochs": epochs,
-            "save_freq": save_freq,
-        },
+        "trainer": {"device": "cpu", "logger": ["console"], "total_epochs": epochs, "save_freq": save_freq},
     }

@@ -24,7 +24,7 @@ RUN/                        0700
   ledger/turns/, tokens/    of verl: single turns and results of tools; tokens of responses that are being sampled
   checkpoints/              step_003000/, latest, quarantine/
   partial/checkpoints/      the same for partial saves, which are never resumed
-  resharded/checkpoints/    what a start of verl with another number of ranks reads (`verl/reshard/at_start.py`)
+  resharded/checkpoints/    what a start of verl with another number of ranks reads (`verl/reshard/checkpoint.py`)
   code.json                 what the attempts run of the user's code (`program/code_record.py`)
   code/<digest>/            copies of the user's code, by content; <digest>.json: its files; <sha256>.diff
   frozen/<digest>/          models that do not train, stored once by content; <digest>.json: their expected content

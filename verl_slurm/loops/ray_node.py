@@ -173,7 +173,7 @@ async def _lead(
     wanted = [str(shape.nodes), str(shape.ranks_per_node), patience_s]
     # In a process of its own: a driver of Ray keeps threads and a connection for as long as its process lives.
     # -P: without it Python looks for modules in the working directory first.
-    gather = await _start([sys.executable, "-P", "-m", "verl_slurm.verl.gather_rollouts", *wanted], environ)
+    gather = await _start([sys.executable, "-P", "-m", "verl_slurm.verl.ray_nodes", *wanted], environ)
     if code := await gather.wait():
         return code
     driver = await _start([sys.executable, "-P", *program], environ)

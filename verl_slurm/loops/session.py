@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from verl_slurm.base.errors import ConfigError, VerlSlurmError, restart_may_help, underlying
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
@@ -71,6 +71,7 @@ class Session:
         has_daemon: a daemon listens.
         step: whole steps done, as reported here.
         save_s: seconds of the last save, until it was committed; None: there was none.
+        safe_points: passed so far. The daemon tells a hang by a count that stands still.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Session:
         self.step = 0
         self.save_s: float | None = None
         self._paths, self._clock = paths, clock
-        self._answered, self._safe_points = 0, 0
+        self._answered, self.safe_points = 0, 0
         self._step_began = clock()
         # Written by the loop, read by the thread "reach": `reach` gets a copy as a tuple.
         self._steps_s: deque[float] = deque(maxlen=STEPS_LOOKED_AT)
@@ -167,7 +168,7 @@ class Session:
         If Slurm ends the job before that, the ranks are ended at once: none of them could save.
         """
         self.step, self._step_began = step, self._clock()
-        self._tell_progress({}, total)
+        self.tell_progress(step, {}, total=total)
         if self._logs_steps:
             remember_imports(self.paths)
 
@@ -184,12 +185,12 @@ class Session:
         now = self._clock()
         seconds, self._step_began = now - self._step_began, now
         self.step = step
-        self._safe_points += 1
-        if self._safe_points > 1:  # the first step of a start includes warm-up: it predicts little
+        self.safe_points += 1
+        if self.safe_points > 1:  # the first step of a start includes warm-up: it predicts little
             self._steps_s.append(seconds)
         # other ranks skip this: a tensor on a GPU would be waited for
         kept = self.numbers(metrics or {}) if self.rank == 0 else {}
-        self._tell_progress(kept, total)
+        self.tell_progress(step, kept, total=total)
         if problem := self.log_step({"step": step, **kept, "step_s": round(seconds, 6)}):
             self.notice(problem, loud=True)
 
@@ -338,19 +339,16 @@ class Session:
         if isinstance(line, RankClient):
             line.close()
 
-    def _tell_progress(self, metrics: dict[str, float], total: int) -> None:
-        self.line.send(
-            Progress(
-                rank=self.rank,
-                step=self.step,
-                phase="step_end",
-                index=0,
-                safe_points=self._safe_points,
-                new_rollouts=0,
-                metrics=metrics,
-                total=total,
-            )
-        )
+    def tell_progress(self, step: int, metrics: Mapping[str, float], **facts: Any) -> None:
+        """Reports where this rank is: `step` whole steps are done.
+
+        Args:
+            metrics: of a step that has just ended.
+            facts: further fields of `Progress`; by default the rank is between two steps.
+        """
+        told: dict[str, Any] = {"phase": "step_end", "index": 0, "new_rollouts": 0} | facts
+        points = self.safe_points
+        self.line.send(Progress(rank=self.rank, step=step, safe_points=points, metrics=dict(metrics), **told))
 
 
 def plain_numbers(metrics: Mapping[str, object]) -> dict[str, float]:

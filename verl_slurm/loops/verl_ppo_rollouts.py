@@ -113,8 +113,19 @@ class Rollouts:
             DataError: it does not say where in the data.
         """
         resume = self._session.resume
-        if resume is not None and checkpoint_order(resume.name) is not None:
-            _require_resumed(resume, step)
+        # verl begins with step 0, or with the first prompt, where it finds nothing, and says so in its log alone.
+        if (
+            resume is not None
+            and checkpoint_order(resume.name) is not None
+            and not (data := resume / guest_directory("verl", step) / "data.pt").is_file()
+        ):
+            raise CheckpointCorrupt(
+                "verl did not resume from where it was told to",
+                where=data,
+                found="no such file",
+                expected=f"the step of {resume.name}, and where in the data it is from",
+                remedy="resume from an older one, or from another run's",
+            )
         found = read_positions(resume) if resume is not None else None
         found = found or Positions(step * self._batch_size)
         self._next, self._open = found.next, dict(found.open)
@@ -212,27 +223,6 @@ class Rollouts:
             for each in (paths, turn_paths(paths), token_paths(paths)):
                 prune(each, oldest, current_epoch=self._session.epoch)
             manager.forget(oldest)
-
-
-def _require_resumed(checkpoint: Path, step: int) -> None:
-    """verl begins with step 0, or with the first prompt, where it finds nothing, and says so in its log alone."""
-    steps = checkpoint / guest_directory("verl", step)
-    remedy = "resume from an older one, or from another run's"
-    if not steps.is_dir():
-        raise CheckpointCorrupt(
-            "verl did not resume from where it was told to",
-            where=checkpoint,
-            found=f"step {step}",
-            expected=f"the step of {checkpoint.name}",
-            remedy=remedy,
-        )
-    if not (steps / "data.pt").is_file():
-        raise CheckpointCorrupt(
-            "the checkpoint does not say where in the data it is from",
-            where=steps,
-            found="no data.pt",
-            remedy=remedy,
-        )
 
 
 def _needed(checkpoint: Path) -> int:

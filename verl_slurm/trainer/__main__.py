@@ -75,9 +75,7 @@ def _train(paths: RunPaths, epoch: int, resume: str, line: RankLine) -> None:
     gc.disable()
     from verl_slurm.config.elastic import on_ranks
     from verl_slurm.config.load import load_own
-    from verl_slurm.trainer.flight_recorder import write_on_request
-    from verl_slurm.trainer.known_results import check_product, check_sum
-    from verl_slurm.trainer.place import Place, process_group
+    from verl_slurm.trainer.place import Place, check_product, check_sum, process_group, write_on_request
     from verl_slurm.trainer.setup import build_loop
     from verl_slurm.wire.imports import remember_imports
 

@@ -197,11 +197,7 @@ def _read_rows(
 
 
 def _place_of(
-    text: str,
-    root: Path,
-    config: DataConfig,
-    recorded: Recorded | None,
-    render: Callable[[str, Prompt], str],
+    text: str, root: Path, config: DataConfig, recorded: Recorded | None, render: Callable[[str, Prompt], str]
 ) -> str:
     """Returns the file and row of the first prompt with that text; the root if it is not found again."""
     roots = {"data.root": root, "data.eval_root": config.eval_root}

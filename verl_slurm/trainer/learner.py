@@ -36,9 +36,8 @@ from verl_slurm.trainer.objective.advantages import estimate, token_kl
 from verl_slurm.trainer.objective.losses import kl_loss, masked_mean, mean_of, policy_loss, value_loss
 from verl_slurm.trainer.objective.optimizers import base_rates, learning_rate
 from verl_slurm.trainer.parallel.gradients import require_finite
-from verl_slurm.trainer.parallel.grid import Grid
+from verl_slurm.trainer.parallel.grid import Grid, Replica
 from verl_slurm.trainer.parallel.mini_batches import MiniBatches
-from verl_slurm.trainer.parallel.replica import Replica
 from verl_slurm.trainer.reward.scoring import Reward, decode_responses
 from verl_slurm.trainer.rollout.engines import RolloutEngine, gap_and_tokens, gap_limit, require_small_gap
 from verl_slurm.trainer.rollout.records import RolloutRecorder, SampleLog

@@ -11,11 +11,11 @@ from enum import StrEnum
 from functools import partial
 
 import msgspec
+import torch
 
 from verl_slurm.base.errors import Fenced, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.checkpoint.decide.best import Best, is_new_best
-from verl_slurm.checkpoint.decide.notice import LoudNotice
 from verl_slurm.checkpoint.format.components import partial_domains
 from verl_slurm.config.roles import EVAL_PREFIX
 from verl_slurm.config.schema import RunConfig
@@ -25,6 +25,7 @@ from verl_slurm.save.ranks.saver import SavedCheckpoint
 from verl_slurm.save.writer.handle import SaverDied
 from verl_slurm.trainer.learner import Learner
 from verl_slurm.trainer.measures.metrics import step_costs
+from verl_slurm.trainer.measures.stopwatch import Stopwatch
 from verl_slurm.trainer.reporter import Reporter
 from verl_slurm.trainer.reward.swap import RewardSwap
 from verl_slurm.trainer.save_pace import SavePace
@@ -89,7 +90,8 @@ class Loop:
         self._saving: _Saving | None = None
         self._save_problem: str | None = None
         self._last_tries: Sequence[float] = LAST_TRIES_S
-        self._clock = _PhaseClock()
+        # Of each phase. By the clock, also on a GPU: a phase's work is waited for by the next one.
+        self._phases, self._step_began = Stopwatch(torch.device("cpu")), time.perf_counter()
 
     def run(self) -> Ending:
         """Trains until all steps are done or the daemon asks to stop.
@@ -159,7 +161,9 @@ class Loop:
     def _advance(self) -> None:
         """Does the work of the present position and moves to the next."""
         state = self._state
-        with self._clock.phase(state.position.phase):
+        phase = state.position.phase
+        # Scoring and advantages are one column for people.
+        with self._phases.span({"step_end": "generate", "advantage": "score"}.get(phase, phase)):
             self._learner.work(state)
         # A piece of an evaluation is a safe point without a position of its own: a stop here repeats the whole
         # evaluation.
@@ -176,10 +180,12 @@ class Loop:
 
     def _finish_step(self) -> dict[str, float]:
         row = self._learner.finish_step(self._state)
+        before, self._step_began = self._step_began, time.perf_counter()
         timings = step_costs(
-            self._clock.take(self._learner.new_tokens),
+            self._phases.take(),
             self._learner.watch.take(),
-            step_s=self._clock.lap(),
+            step_s=self._step_began - before,
+            new_tokens=self._learner.new_tokens,
             waited_s=self._learner.take_waited_s(),
             trained_tokens=self._learner.trained_tokens,
             memory=self._learner.memory_bytes(),
@@ -295,7 +301,7 @@ class Loop:
             if saving.partial:
                 self._pace.partial_ends()
                 text = f"partial save failed: {error.one_line()}"
-                self._reporter.notice(LoudNotice(topic="partial", text=text, loud=True))
+                self._reporter.notice(text, topic="partial", loud=True)
             else:
                 self._save_problem = error.one_line()
                 self._reporter.save_failed(saving.request_id, self._save_problem)
@@ -310,7 +316,7 @@ class Loop:
         if saving.partial:
             self._pace.partial_ends()
             text = f"saved partial/checkpoints/{done.name} ({done.num_bytes} bytes, {done.seconds:.2f} s): {saving.why}"
-            self._reporter.notice(LoudNotice(topic="partial", text=text, loud=False))
+            self._reporter.notice(text, topic="partial")
             return
         self._saved = (saving.position, done)
         self._save_problem = done.problem or None
@@ -331,42 +337,3 @@ class _Saving:
     why: str
     outcome: "Future[SavedCheckpoint]"
     partial: bool = False
-
-
-class _PhaseClock:
-    """Seconds of each phase of the current step in this process."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-        self._phase, self._since = "", 0.0
-        self._lap = time.perf_counter()
-
-    def phase(self, name: str) -> "_PhaseClock":
-        # Scoring and advantages are one column for people.
-        self._phase = {"step_end": "generate", "advantage": "score"}.get(name, name)
-        return self
-
-    def __enter__(self) -> None:
-        self._since = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        spent = time.perf_counter() - self._since
-        self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + spent
-
-    def take(self, new_tokens: int) -> dict[str, float]:
-        """Returns the timings of the step that ends, and resets them to zero."""
-        seconds, self._seconds = self._seconds, {}
-        timings = {f"{name}_s": seconds.get(name, 0.0) for name in ("generate", "score", "update")}
-        spent = timings["generate_s"]
-        if "evaluate" in seconds:
-            timings["eval_s"] = seconds["evaluate"]
-        # Replayed rollouts cost no sampling and count for no tokens.
-        timings["tokens_per_second"] = new_tokens / spent if new_tokens and spent else 0.0
-        return timings
-
-    def lap(self) -> float:
-        """Returns the seconds since the last lap, or since this process began to train: a whole step, including time
-        outside all phases.
-        """
-        before, self._lap = self._lap, time.perf_counter()
-        return self._lap - before

@@ -1,26 +1,49 @@
 """Sets up where a rank runs, before anything is loaded: its number, its device, its threads, and the other ranks.
 
+`check_product` and `check_sum` compute what is known beforehand: a GPU whose arithmetic is wrong raises no error; it
+spoils a run. All values are small integers, so float32 is exact in any order of summation, and with TF32: no tolerance
+is needed. It takes 0.02 s on a CPU and no random number.
+
+`write_on_request` writes down, when a run hangs, which collectives this rank has begun and ended: torch's Flight
+Recorder, as JSON. The agent asks by a byte in a pipe of its control directory. A thread answers, since the main thread
+waits in a collective, and torch has released the interpreter there. Where the interpreter is held, NCCL's own thread
+still answers the same request (TORCH_NCCL_DEBUG_INFO_PIPE_FILE), with a pickle, which nothing here ever reads.
+
 A wrong configuration is refused permanently. A node that lost a GPU which the run had before is a crash instead: a
 later start, or another node, may fix it. `device: auto` does not permit falling back to the CPU, a thousand times
 slower.
 """
 
 import os
+import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from verl_slurm.base.errors import ConfigError, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.files import write_file
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.checks import WrongProduct
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.trainer import determinism
 from verl_slurm.trainer.state.orchestration import began_on_gpus
+from verl_slurm.wire.flight import DUMP_VARIABLE, pipe_of
+
+_PERIOD = 7
+_BLOCKS = {"cpu": 64, "cuda": 585}
+"""Width of the matrices in periods: 448, and 4095, which occupies all of a GPU's processors."""
+_ROUNDS = {"cpu": 1, "cuda": 8}
+_SUMMED = 1 << 20
+_DUMPS = {"_dump_fr_trace_json": "gloo", "_dump_nccl_trace_json": "nccl"}
+"""Torch's functions, by what a build of torch has (2.13), and the names of their files."""
+_MOST_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,3 +175,79 @@ def _what_is_there() -> str:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     hidden = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
     return f"{torch.cuda.device_count()} GPUs for torch {torch.__version__}{hidden}"
+
+
+class WrongSum(VerlSlurmError):
+    """A sum over all ranks came out wrong here. Any of them, or the network, may be the cause."""
+
+    exit_code = ExitCode.INTERNAL
+
+
+def check_product(device: torch.device) -> None:
+    """Multiplies two matrices on `device`.
+
+    Raises:
+        WrongProduct: the result is not the known one.
+    """
+    rows = torch.arange(_PERIOD, dtype=torch.float32)
+    # Values from -3 to 3. Both matrices repeat a small block, so the product repeats the blocks' product.
+    left = (rows[:, None] * 2 + rows[None, :] * 3) % _PERIOD - 3
+    right = (rows[:, None] * 4 + rows[None, :]) % _PERIOD - 3
+    blocks = _BLOCKS[device.type]
+    expected = (left @ right * blocks).to(device).repeat(blocks, blocks)
+    a, b = (block.to(device).repeat(blocks, blocks) for block in (left, right))
+    for _ in range(_ROUNDS[device.type]):
+        wrong = int((a @ b != expected).sum())
+        if wrong:
+            raise WrongProduct(
+                "a product of matrices is wrong",
+                where=device,
+                found=f"{wrong} of {expected.numel()} values differ from the known result",
+                remedy="the node is left; tell those who run it",
+            )
+
+
+def check_sum(device: torch.device, rank: int, world_size: int) -> None:
+    """Sums over all ranks, on their default group. All ranks call it.
+
+    Raises:
+        WrongSum: the result is not the known one.
+    """
+    places = torch.arange(_SUMMED, dtype=torch.float32, device=device) % _PERIOD
+    summed = places * (rank + 1)
+    dist.all_reduce(summed)
+    wrong = int((summed != places * (world_size * (world_size + 1) // 2)).sum())
+    if wrong:
+        raise WrongSum(
+            "a sum over all ranks is wrong",
+            where=device,
+            found=f"{wrong} of {_SUMMED} values differ from the known result",
+        )
+
+
+def write_on_request(control: Path, rank: int) -> None:
+    """Starts the thread; without a pipe or a place for the files it does nothing.
+
+    Args:
+        control: the agent's directory on this node, 0700 and new for each start.
+    """
+    prefix = os.environ.get(DUMP_VARIABLE)
+    if not prefix:
+        return
+    with suppress(OSError):
+        pipe = pipe_of(control, rank)
+        os.mkfifo(pipe, 0o600)
+        # For both directions: with a writer of its own, a read waits and never meets an end.
+        fd = os.open(pipe, os.O_RDWR | os.O_CLOEXEC)
+        threading.Thread(target=_serve, args=(fd, prefix, rank), name="flight", daemon=True).start()
+
+
+def _serve(fd: int, prefix: str, rank: int) -> None:
+    while os.read(fd, 1):
+        for function, backend in _DUMPS.items():
+            dump = getattr(torch._C._distributed_c10d, function, None)
+            # It informs; nothing that fails here may reach the training.
+            with suppress(Exception):
+                data = bytes(dump()) if dump is not None else b""
+                if 0 < len(data) <= _MOST_BYTES:
+                    write_file(Path(f"{prefix}{rank}.{backend}.json"), data, durable=False)

@@ -8,13 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl_slurm.checkpoint.decide.notice import LoudNotice
 from verl_slurm.config.roles import EVAL_PREFIX
 from verl_slurm.loops.session import Session
 from verl_slurm.save.ranks.saver import SavedCheckpoint
 from verl_slurm.trainer.measures import console
 from verl_slurm.trainer.state.position import Position
-from verl_slurm.wire.messages import MAX_NOTICE, Progress, SavedOnNodes
+from verl_slurm.wire.messages import MAX_NOTICE, SavedOnNodes, Topic
 
 if TYPE_CHECKING:
     from torch.utils import tensorboard as tb
@@ -56,7 +55,6 @@ class Reporter:
     ) -> None:
         self.session, self._rank, self._total_steps = session, session.rank, total_steps
         self._gpu_memory = gpu_memory
-        self._safe_points = 0
         self._step, self._stall_s = first_step, 0.0
         self._num_failed = 0
         self._has_warned_of_equal_rewards = False
@@ -67,20 +65,15 @@ class Reporter:
 
     def at(self, position: Position, new_rollouts: int, metrics: dict[str, float] | None = None) -> None:
         """Reports that a safe point was reached; `position` comes next."""
-        # The daemon tells a hang by a count that stands still: the others wait for the rank with the fewest.
-        self._safe_points += 1
-        # From every rank: a hang is found, and blamed, rank by rank.
-        self.session.line.send(
-            Progress(
-                rank=self._rank,
-                step=position.step,
-                phase=position.phase,
-                index=position.index,
-                safe_points=self._safe_points,
-                new_rollouts=new_rollouts,
-                metrics=metrics or {},
-                gpu_memory_percent=self._gpu_memory(),
-            )
+        # From every rank: a hang is found, and blamed, rank by rank; the others wait for the one with the fewest.
+        self.session.safe_points += 1
+        self.session.tell_progress(
+            position.step,
+            metrics or {},
+            phase=position.phase,
+            index=position.index,
+            new_rollouts=new_rollouts,
+            gpu_memory_percent=self._gpu_memory(),
         )
 
     def step_done(self, row: dict[str, float], timings: dict[str, float]) -> None:
@@ -93,7 +86,7 @@ class Reporter:
         if row.get("equal_rewards") == 1.0 and not self._has_warned_of_equal_rewards:
             self._has_warned_of_equal_rewards = True
             text = f"step {row['step']:.0f}: all rewards equal ({row['reward']:.4g}): nothing is learned from them"
-            self.notice(LoudNotice(topic="reward", text=text, loud=True))
+            self.notice(text, topic="reward", loud=True)
         curves = {
             name if "/" in name else f"train/{name}": value for name, value in row.items() if name != "step"
         }
@@ -109,7 +102,7 @@ class Reporter:
             f"{name} {value:.4g}" for name, value in row.items() if name.startswith(EVAL_PREFIX)
         )
         text = f"step {row['step']:.0f}: {found}  in {seconds:.1f} s{news}"
-        self.notice(LoudNotice(topic="evaluation", text=text, loud=False))
+        self.notice(text, topic="evaluation")
 
     def stalled(self, seconds: float) -> None:
         """Reports that training waited for a save: for an unfinished copy, or for a previous save still being
@@ -160,11 +153,11 @@ class Reporter:
             self._num_failed += 1
             self._curves(lambda: self._draw({"save/failed": float(self._num_failed)}, self._step))
 
-    def notice(self, notice: LoudNotice) -> None:
+    def notice(self, text: str, *, topic: Topic, loud: bool = False) -> None:
         """Sends a notice to the daemon, which journals it, and to the log; from rank 0."""
-        self.session.notice(notice.text, topic=notice.topic, loud=notice.loud)
+        self.session.notice(text, topic=topic, loud=loud)
         # Cut as the session cuts it, so that log and journal say the same.
-        (self.complain if notice.loud else self.say)(notice.text[:MAX_NOTICE])
+        (self.complain if loud else self.say)(text[:MAX_NOTICE])
 
     def complain(self, text: str) -> None:
         """Reports a problem that does not stop the training; one line on stderr, from rank 0."""

@@ -89,11 +89,7 @@ def require_verified(directory: Path, keys: Keyring | None = None) -> None:
 
 
 def check_manifest(
-    directory: Path,
-    config: RunConfig,
-    frozen: dict[str, str],
-    paths: RunPaths,
-    keys: Keyring | None = None,
+    directory: Path, config: RunConfig, frozen: dict[str, str], paths: RunPaths, keys: Keyring | None = None
 ) -> Manifest:
     """Refuse what cannot be resumed here, before any tensor is read.
 

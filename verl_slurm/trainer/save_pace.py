@@ -26,9 +26,8 @@ from verl_slurm.checkpoint.decide.cadence import (
     is_partial_due,
     plan_interval,
 )
-from verl_slurm.checkpoint.decide.notice import LoudNotice
 from verl_slurm.checkpoint.decide.storage import need_of_next
-from verl_slurm.checkpoint.store.medium import StorageWatch
+from verl_slurm.checkpoint.store.medium import StorageNotice, StorageWatch
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal.files import read_history
 from verl_slurm.journal.history import History, mean_time_between
@@ -156,7 +155,7 @@ class SavePace:
             earlier=earlier,
         )
         self._looking: threading.Thread | None = None
-        self._seen: tuple[LoudNotice, ...] = ()
+        self._seen: tuple[StorageNotice, ...] = ()
 
     def due(self, state: TrainState) -> SaveDue:
         """Returns whether a periodic save is due at the position of `state`; `save` is the same on every rank.
@@ -293,11 +292,11 @@ class SavePace:
                 return
         self._said = interval
         text = f"saves once in {interval.steps} steps: {interval.reason}"
-        self._tell((LoudNotice(topic="cadence", text=text, loud=False),))
+        self._reporter.notice(text, topic="cadence")
 
-    def _tell(self, notices: tuple[LoudNotice, ...]) -> None:
+    def _tell(self, notices: tuple[StorageNotice, ...]) -> None:
         for notice in notices:
-            self._reporter.notice(notice)
+            self._reporter.notice(notice.text, topic="storage", loud=notice.loud)
 
 
 def _read(paths: RunPaths) -> History:

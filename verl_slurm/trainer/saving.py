@@ -159,10 +159,7 @@ class Checkpointer:
                 num_verified=1,
             )
             apply_prune(
-                paths,
-                plan,
-                verifier=lambda path: verify(path, keys=self._keys),
-                remove=self._removing.remove,
+                paths, plan, verifier=lambda path: verify(path, keys=self._keys), remove=self._removing.remove
             )
 
         try:

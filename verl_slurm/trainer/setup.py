@@ -450,11 +450,7 @@ def _assemble(
 
 
 def _first_look(
-    config: RunConfig,
-    paths: RunPaths,
-    session: Session,
-    device: torch.device,
-    copies: FrozenCopies,
+    config: RunConfig, paths: RunPaths, session: Session, device: torch.device, copies: FrozenCopies
 ) -> _Digests:
     """Checks on rank 0 that the run belongs to us, and that data and layout are those of the first start.
 

@@ -1,4 +1,10 @@
-"""Builds the command lines and the environment of Ray over a job's nodes, as values. Pure.
+"""Builds the command lines and the environment of Ray over a job's nodes, as values; pure. As a program it waits:
+
+    python -P -m verl_slurm.verl.ray_nodes NODES GPUS SECONDS
+
+ends when Ray has all nodes and GPUs of the job. It is a separate process: it connects to Ray with its own settings, and
+the launcher, which stays for the whole job, needs none of Ray's threads. It waits for a placement group that needs one
+place on every node, so Ray notifies it without polling.
 
 The head is on the first node. The lead has given its address to all nodes with their launch. The others go there once
 the first node has found that the port is this user's (`loops.ray_node`). Every other port is free at that moment, so
@@ -11,6 +17,8 @@ docs/decisions/0009-verl-on-ray.md has the findings about Ray 2.60.
 
 import hashlib
 import hmac
+import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,6 +29,7 @@ _SOCKET_MOST = 107
 _BELOW_TEMP = len("/session_2026-11-21_21-04-03_422851_4194304/sockets/plasma_store")
 _STORE_SHARE = 0.3
 """Of the node's memory: Ray's own default. Ray takes it of the whole machine's, but Slurm may have given us a part."""
+_TRY_EVERY_S = 0.2
 _LEAST_STORE = 80 << 20
 """Ray refuses less (75 MiB)."""
 _EXTERNAL = "VERL_USE_EXTERNAL_MODULES"
@@ -87,9 +96,7 @@ def ray_environment(environ: Mapping[str, str], token_file: Path, head: str, nod
         "TORCH_GLOO_LAZY_INIT": "0",  # a group's connections are checked when it is built
     }
     # Ray kills workers when the whole machine's memory is short. Slurm has given us a part of it and watches that.
-    unless_said = {
-        "RAY_memory_monitor_refresh_ms": "0",
-    }
+    unless_said = {"RAY_memory_monitor_refresh_ms": "0"}
     if nodes == 1:
         unless_said["GLOO_SOCKET_IFNAME"] = "lo"
     others = {key: value for key, value in environ.items() if key != "RAY_AUTH_TOKEN"}
@@ -121,3 +128,35 @@ def object_store_bytes(mem_mb: int, shm_free: int) -> int | None:
 def temp_fits(temp: Path) -> bool:
     """Returns whether the paths of Ray's sockets below `temp` are short enough."""
     return len(str(temp).encode()) + _BELOW_TEMP <= _SOCKET_MOST
+
+
+def main(argv: list[str]) -> int:
+    """Returns 0 once the nodes are there, and 1 with the reason on stderr otherwise."""
+    import ray
+    from ray.util.placement_group import placement_group
+
+    nodes, gpus, patience_s = int(argv[0]), int(argv[1]), float(argv[2])
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            ray.init(logging_level="ERROR", log_to_driver=False)
+            break
+        except ConnectionError as error:  # the head is not there yet
+            if time.monotonic() > until:
+                sys.stderr.write(f"RayError: Ray's head did not start within {patience_s:.0f} s: {error}\n")
+                return 1
+            time.sleep(_TRY_EVERY_S)
+    group = placement_group([{"CPU": 1, "GPU": gpus}] * nodes, strategy="STRICT_SPREAD")
+    if group.wait(max(1.0, until - time.monotonic())):
+        ray.shutdown()  # releases its reservation, too
+        return 0
+    there = [node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"]]
+    sys.stderr.write(
+        f"RayError: Ray has {len(there)} of {nodes} nodes after {patience_s:.0f} s (GPUs on each: "
+        f"{', '.join(f'{count:.0f}' for count in there)}; {gpus} are wanted); are connections between nodes allowed?\n"
+    )
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

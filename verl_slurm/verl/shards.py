@@ -217,13 +217,7 @@ def _odd(entries: Sequence[Entry]) -> list[Problem]:
 
 
 def _check_file(
-    root: int,
-    entry: Entry,
-    *,
-    layout: StepLayout,
-    unchecked: list[str],
-    count: OnBytes,
-    turn: threading.Lock,
+    root: int, entry: Entry, *, layout: StepLayout, unchecked: list[str], count: OnBytes, turn: threading.Lock
 ) -> list[Problem]:
     path = entry.path
     try:

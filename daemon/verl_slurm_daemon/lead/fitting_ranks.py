@@ -1,4 +1,4 @@
-"""Divides verl's checkpoint among the ranks that a start has, before they start (`verl.reshard.at_start`)."""
+"""Divides verl's checkpoint among the ranks that a start has, before they start (`verl.reshard.checkpoint`)."""
 
 import asyncio
 import time
@@ -6,7 +6,7 @@ import time
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.containers.runtimes import contained_argv
 from verl_slurm.journal import events as ev
-from verl_slurm.verl.reshard.at_start import prepare_start
+from verl_slurm.verl.reshard.checkpoint import prepare_start
 from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.lead.resume import ResumePoint
 

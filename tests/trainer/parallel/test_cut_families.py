@@ -6,8 +6,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import pytest
 
 from tests.families import TINY, build_family
 from tests.lanes import has_variants
-from tests.processes import python_path
+from tests.processes import torchrun
 from verl_slurm.config.families import FAMILIES
 
 pytestmark = [pytest.mark.torch, pytest.mark.long]
@@ -31,10 +29,7 @@ CUT = [name for name in TINY if not FAMILIES[name.partition("-")[0]].tp][
 def results(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     root = tmp_path_factory.mktemp("cut")
     places = [f"{name}={build_family(name, root / name, tiny)}" for name in CUT]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environ = os.environ | python_path() | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    argv = [*torchrun, str(WORKER), str(root / "out.json"), *places]
-    done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=480, check=False)
+    done = torchrun(WORKER, root / "out.json", *places, timeout_s=480)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads((root / "out.json").read_bytes())
     return found

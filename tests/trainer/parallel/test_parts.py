@@ -11,10 +11,9 @@ from verl_slurm.checkpoint.format.specification import Topology
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.trainer.models import load_causal_lm, load_critic
 from verl_slurm.trainer.parallel.fsdp import recompute_layers
-from verl_slurm.trainer.parallel.grid import Grid
-from verl_slurm.trainer.parallel.pipeline import Line, Passage, Stage, layers_of, owner_of
+from verl_slurm.trainer.parallel.grid import Grid, Replica
+from verl_slurm.trainer.parallel.pipeline import Line, Stage, layers_of, owner_of
 from verl_slurm.trainer.parallel.places import Place3
-from verl_slurm.trainer.parallel.replica import Replica, decode_batch, encode_batch
 
 pytestmark = pytest.mark.torch
 
@@ -46,21 +45,6 @@ def test_stages_have_the_names_of_the_whole_model_and_nothing_twice(tiny: Path) 
             assert {name for name, _, owner in stages[0].directory if owner == index} == held[index]
 
 
-def test_one_stage_after_the_other_says_what_the_whole_model_says(tiny: Path) -> None:
-    """Left padding and all: masks and positions are made by the same code."""
-    whole = load_causal_lm(tiny)
-    ids = torch.randint(0, 250, (2, 7), generator=torch.Generator().manual_seed(0))
-    mask = torch.tensor([[1] * 7, [0, 0, 1, 1, 1, 1, 0]])
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    given = Passage(ids=ids, mask=mask, positions=positions, keep=3)
-    first, last = (Stage(load_causal_lm(tiny), _line(index, 2)) for index in range(2))
-    with torch.no_grad():
-        expected = whole(input_ids=ids, attention_mask=mask, position_ids=positions, logits_to_keep=3).logits
-        last._keep = given.keep
-        found = last(first(ids, mask, positions), mask, positions)
-    assert torch.equal(found, expected)
-
-
 def test_a_model_that_cannot_be_cut_is_refused(tiny: Path) -> None:
     with pytest.raises(ConfigError, match="3 stages, 2 layers"):
         Stage(load_causal_lm(tiny), _line(0, 3))
@@ -82,21 +66,6 @@ def test_layers_that_forget_are_computed_twice_and_give_the_same_gradients(tiny:
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert calls == [False, True, True]
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-
-
-def test_a_batch_survives_its_bytes() -> None:
-    batch = {
-        "ids": torch.arange(6).reshape(2, 3),
-        "mask": torch.tensor([[True], [False]]),
-        "x": torch.tensor([1.5, float("nan")]),
-        "none": torch.zeros(0, 4),
-    }
-    back = decode_batch(encode_batch(batch))
-    assert back.keys() == batch.keys()
-    for name, column in batch.items():
-        assert back[name].dtype == column.dtype
-        assert torch.equal(back[name].nan_to_num(7.0), column.nan_to_num(7.0))
-        back[name].zero_()  # memory of its own
 
 
 def test_a_replica_of_one_rank_does_nothing_that_it_would_not_do_alone() -> None:

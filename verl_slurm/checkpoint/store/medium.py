@@ -5,8 +5,8 @@ is reported once. `decide/storage.py` judges.
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
-from verl_slurm.checkpoint.decide.notice import LoudNotice
 from verl_slurm.checkpoint.decide.storage import (
     FreeSpace,
     HealthKind,
@@ -50,6 +50,13 @@ def room_for(path: Path, need: Need) -> Room:
     return judge_room(free_space(path), need)
 
 
+class StorageNotice(NamedTuple):
+    """One line for the log and the journal; `loud`: something is wrong."""
+
+    text: str
+    loud: bool
+
+
 class StorageWatch:
     """Watches one medium: shared storage, or the node-local backup.
 
@@ -79,30 +86,28 @@ class StorageWatch:
         self._kind: HealthKind = "unknown"
         self.room: Room | None = None
 
-    def before_save(self) -> tuple[LoudNotice, ...]:
+    def before_save(self) -> tuple[StorageNotice, ...]:
         """Asks whether the next save fits. The save is tried anyway: only the write itself is proof."""
         # Only a change is said: a full disk would otherwise be reported at every save.
         before = None if self.room is None else self.room.enough
         self.room = room = self._ask(self._path, self._need)
         if room.enough is False and before is not False:
             text = f"{self._name} has no room for the next save: {room.reason}"
-            return (LoudNotice(topic="storage", text=text, loud=True),)
+            return (StorageNotice(text, loud=True),)
         if room.enough and before is False:
-            return (
-                LoudNotice(topic="storage", text=f"{self._name} has room again: {room.reason}", loud=False),
-            )
+            return (StorageNotice(f"{self._name} has room again: {room.reason}", loud=False),)
         return ()
 
-    def saved(self, num_bytes: int, seconds: float, num_files: int) -> tuple[LoudNotice, ...]:
+    def saved(self, num_bytes: int, seconds: float, num_files: int) -> tuple[StorageNotice, ...]:
         """Records a successful save; the next is expected to be like it."""
         self._need = need_of_next(num_bytes, num_files)
         return self._heard(Outcome(num_bytes=num_bytes, seconds=seconds))
 
-    def failed(self, reason: str) -> tuple[LoudNotice, ...]:
+    def failed(self, reason: str) -> tuple[StorageNotice, ...]:
         """Records a save that failed on this medium."""
         return self._heard(Outcome(error=reason or "for an unknown reason"))
 
-    def _heard(self, outcome: Outcome) -> tuple[LoudNotice, ...]:
+    def _heard(self, outcome: Outcome) -> tuple[StorageNotice, ...]:
         # Bounded: a run of months makes thousands of saves, and the judgement needs the recent ones.
         self._outcomes = [*self._outcomes, outcome][-_REMEMBERED:]
         health = judge_health(self._outcomes)
@@ -117,4 +122,4 @@ class StorageWatch:
             "unknown": "works again",
         }
         text = f"{self._name} {words[health.kind]}: {health.reason}"
-        return (LoudNotice(topic="storage", text=text, loud=health.kind in bad),)
+        return (StorageNotice(text, loud=health.kind in bad),)

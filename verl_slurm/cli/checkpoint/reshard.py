@@ -1,5 +1,6 @@
 """`verl-slurm reshard`."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,14 @@ from verl_slurm.containers.runtimes import contained_argv
 from verl_slurm.verl.reshard.checkpoint import (
     DivisionSource,
     Made,
+    division_of,
     open_source,
-    plan_source,
     python_for,
     require_room,
     write_checkpoint,
     write_step,
 )
-from verl_slurm.verl.reshard.dividing import OnBytes, RanksPython, ReshardPlan
+from verl_slurm.verl.reshard.dividing import Division, OnBytes, ReshardPlan
 from verl_slurm.verl.step_layout import step_of
 
 _MOST = 65_536
@@ -62,21 +63,20 @@ def reshard(
     # Before every byte is read.
     require_free(out, directory, "a divided checkpoint")
     bar = render.Bar(enabled=not as_json)
-    try:
+    made = None
+    with ExitStack() as opened:
+        opened.callback(bar.close)
         bar.show(f"verifying {directory.name}, every byte")
         source = open_source(directory)
         python = python_for(source, contained_argv)
-        plan = plan_source(source, ranks, python)
+        # Before the process: it is told which directories it writes to, as an image sees no others.
+        below = [] if dry_run else [opened.enter_context(whole_output(out, "the divided checkpoint"))]
+        division = opened.enter_context(division_of(source, ranks, python, below=below))
+        plan = division.plan
         require_room(source, plan, out)
-        if dry_run:
-            bar.close()
-            _say(source, plan, None, as_json=as_json)
-            return
-        counter = bar.counter("writing and comparing", plan.work_bytes)
-        with whole_output(out, "the divided checkpoint") as staging:
-            made = _make(source, plan, staging, python, counter)
-    finally:
-        bar.close()
+        for staging in below:
+            counter = bar.counter("writing and comparing", plan.work_bytes)
+            made = _make(source, division, staging, counter)
     _say(source, plan, made, as_json=as_json, out=out)
 
 
@@ -89,16 +89,14 @@ def _named(place: Path, run: RunPaths | None) -> Path:
     return step.parent if (step.parent / MANIFEST).exists() else step
 
 
-def _make(
-    source: DivisionSource, plan: ReshardPlan, staging: Path, python: RanksPython, counter: OnBytes
-) -> Made:
+def _make(source: DivisionSource, division: Division, staging: Path, counter: OnBytes) -> Made:
     if source.manifest is None:
-        return write_step(source, plan, staging, python, counter)
+        return write_step(source, division, staging, counter)
     inner = staging / ".writing"
     inner.mkdir(mode=0o700)
     final, manifest = staging / source.manifest.name, source.manifest
     place = StagingDirectory(directory=inner, final=final, step=manifest.step, safe_point=manifest.safe_point)
-    made = write_checkpoint(source, plan, place, python, on_bytes=counter)
+    made = write_checkpoint(source, division, place, on_bytes=counter)
     # A hint among many checkpoints; here is one.
     (staging / "latest").unlink(missing_ok=True)
     return made

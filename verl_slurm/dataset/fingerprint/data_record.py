@@ -184,11 +184,7 @@ def write(paths: RunPaths, found: Fingerprint) -> None:
 
 
 def look(
-    paths: RunPaths,
-    place: DataPlace,
-    recorded: Fingerprint | None,
-    *,
-    may_record: bool = False,
+    paths: RunPaths, place: DataPlace, recorded: Fingerprint | None, *, may_record: bool = False
 ) -> Survey:
     """Looks at the data of a run, in full if the result may be recorded. Writes nothing.
 

@@ -56,7 +56,7 @@ from verl_slurm.verl import verl_inputs
 from verl_slurm.verl.composing import Composed, unread_additions
 from verl_slurm.verl.overrides import Setting, judged, require_possible, switches_as_text, value_at
 from verl_slurm.verl.releases import Entry, installed_verl, require_usable
-from verl_slurm.verl.reshard.checkpoint import plan_source, require_fsdp, require_room, source_of
+from verl_slurm.verl.reshard.checkpoint import division_of, require_fsdp, require_room, source_of
 from verl_slurm.verl.reshard.dividing import ranks_python
 from verl_slurm.verl.step_layout import is_distributed, step_of, way_out
 
@@ -429,7 +429,9 @@ def check_ranks(config: RunConfig, paths: RunPaths, committed: Sequence[Checkpoi
         if unseen := user_programs.why_unseen(config):
             return f"not looked at: whether {path.name} of {ranks} ranks can be divided among {now}: {unseen}"
         end = partial(_end_late, time.monotonic() + PLAN_S)
-        plan = plan_source(source, now, partial(ranks_python, config, contained_argv), end)
+        python = partial(ranks_python, config, contained_argv)
+        with division_of(source, now, python, on_bytes=end) as division:
+            plan = division.plan
         require_room(source, plan, paths.resharded.checkpoints)
     except ConfigError as error:
         # Megatron's has a merger of its own, which the error names.

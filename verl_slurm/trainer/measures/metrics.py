@@ -40,18 +40,13 @@ def step_measures(
         mine += _value_sums(estimates["returns"], scored["old_values"], mask)
     # One collective for all columns; sums in rank order give the same bits on every rank.
     sums = ranks.sum(mine)
-    row = {"reward_std": spread_of_scores(*sums[:3])}
+    row = {"reward_std": math.sqrt(_variance(*sums[:3]))}
     # Rounding leaves about 1e-16 of the mean square.
     no_spread = _variance(*sums[:3]) <= 1e-12 * sums[2] / max(sums[0], 1.0)
     row["equal_rewards"] = float(no_spread) if group is None else sums[4] / max(sums[3], 1.0)
     if has_critic:
         row["explained_variance"] = explained_variance(*sums[5:])
     return row
-
-
-def spread_of_scores(count: float, total: float, squares: float) -> float:
-    """Returns the standard deviation of `count` scores."""
-    return math.sqrt(_variance(count, total, squares))
 
 
 def explained_variance(
@@ -95,29 +90,35 @@ def step_costs(
     *,
     step_s: float,
     waited_s: float,
+    new_tokens: int,
     trained_tokens: int,
     memory: int,
 ) -> dict[str, float]:
     """Returns all timings of a whole step of this rank.
 
     Args:
-        phases: `generate_s`, `score_s`, `update_s`, `eval_s` if the step was evaluated, `tokens_per_second` (sampled
-            over all ranks, divided by the seconds of sampling).
+        phases: seconds of `generate`, `score`, `update`, and of `evaluate` if the step was evaluated.
         parts: `actor_update_s`, `critic_update_s`, `communication_s` (`trainer.measures.stopwatch`).
-        step_s: from the end of the previous step, with saves and all waiting.
+        step_s: from the end of the previous step, or from the begin of training, with saves and all waiting.
         waited_s: in small collectives between the ranks (`Collective.waited_s`).
+        new_tokens: that were sampled, over all ranks; those of replayed rollouts do not count.
         trained_tokens: that the actor was updated on, over all ranks and epochs.
         memory: `memory_bytes`.
 
     Returns:
-        phases and parts, and `step_s`; `communication_share` of the step; `actor_tokens_per_second` of the actor's
-        updates; `memory_bytes`.
+        `generate_s`, `score_s`, `update_s`, maybe `eval_s`, and parts; `tokens_per_second` of sampling; `step_s`;
+        `communication_share` of the step; `actor_tokens_per_second` of the actor's updates; `memory_bytes`.
     """
+    timings = {f"{name}_s": phases.get(name, 0.0) for name in ("generate", "score", "update")}
+    if "evaluate" in phases:
+        timings["eval_s"] = phases["evaluate"]
+    sampled_s = timings["generate_s"]
     communication_s = parts.get("communication_s", 0.0) + waited_s
     actor_s = parts.get("actor_update_s", 0.0)
     return {
-        **phases,
+        **timings,
         **parts,
+        "tokens_per_second": new_tokens / sampled_s if sampled_s else 0.0,
         "communication_s": communication_s,
         "step_s": step_s,
         # At most 1: on a GPU collectives overlap, so their times add up to more than the step.

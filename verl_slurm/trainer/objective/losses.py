@@ -54,11 +54,7 @@ def masked_mean(x: Tensor, mask: Tensor, denominator: float | None = None) -> Te
 
 
 def mean_of(
-    how: Literal["token_mean", "sequence_mean", "fixed_length"],
-    *,
-    tokens: float,
-    samples: float,
-    length: int,
+    how: Literal["token_mean", "sequence_mean", "fixed_length"], *, tokens: float, samples: float, length: int
 ) -> Mean:
     """Returns the function that reduces the per-token losses of a piece of a mini-batch to one number.
 

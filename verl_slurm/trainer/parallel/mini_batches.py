@@ -61,10 +61,7 @@ class Deal:
         # The key leaves out the rank: this order must not depend on how many there are.
         orders = [
             permutation(
-                config.seed,
-                Purpose.MINI_BATCH_ORDER,
-                (step, epoch),
-                train.batch_size_per_device * dp_size,
+                config.seed, Purpose.MINI_BATCH_ORDER, (step, epoch), train.batch_size_per_device * dp_size
             )
             for epoch in range(train.ppo_epochs)
         ]

@@ -30,7 +30,6 @@ from torch import Tensor
 from verl_slurm.base.errors import DataError, Fenced, VerlSlurmError
 from verl_slurm.base.fence import require_epoch
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.decide.notice import LoudNotice
 from verl_slurm.save.ranks.collective import Collective, RanksFailed
 from verl_slurm.trainer.data import Batch
 from verl_slurm.trainer.objective.warm_start import IDENTITY, matching
@@ -154,9 +153,7 @@ class RewardSwap:
         try:
             # By rank 0: the others load what it hashed, and refuse a source that differs on their node.
             digest = self._ranks.on_first(
-                "looking at the new reward",
-                lambda: digest_and_keep(self._paths, due.reward, self._keep),
-                str,
+                "looking at the new reward", lambda: digest_and_keep(self._paths, due.reward, self._keep), str
             )
             new, scores = self._ranks.together(
                 "trying the new reward", lambda: self._try(due.reward, digest, state.reward)
@@ -308,4 +305,4 @@ class RewardSwap:
         )
 
     def _tell(self, text: str, *, loud: bool) -> None:
-        self._reporter.notice(LoudNotice(topic="reward", text=text, loud=loud))
+        self._reporter.notice(text, topic="reward", loud=loud)

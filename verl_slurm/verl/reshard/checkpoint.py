@@ -3,42 +3,58 @@
 ```
 verify     every byte of the source against its manifest; a step of plain verl against torch.save's CRC-32s
 plan       by torch in a process of the ranks' Python (`dividing`)
-divide     by another one, into a staging directory, and compared there
+divide     by the same one, once there is room, into a staging directory, and compared there
 commit     sealed and renamed like any save (`checkpoint.store.commit`)
 verify     every byte of the result
 ```
 
 The source is read and never changed. The result keeps its name, its step and all files beside verl's own directory
 (tracker, positions in the data, configuration) byte for byte. metadata.json says what it was made of.
+
+A start (`prepare_ranks`) divides the checkpoint that it resumes from for the number of ranks that it has:
+
+```
+RUN/checkpoints/step_000120/             of 2 ranks: as it was saved, and what counts
+RUN/resharded/checkpoints/step_000120/   the same state for 3 ranks, made at the start; verl reads this one
+```
+
+The copy is a checkpoint like any, and no search for a state to resume from looks there. A later start with as many
+ranks uses it again if it still verifies. It is removed at the first start that does not resume from it: by then the run
+has saved a newer checkpoint with its new number of ranks.
 """
 
+import shutil
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from verl_slurm.base import bounded
-from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, NoRoom
+from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, NoRoom, VerlSlurmError
+from verl_slurm.base.fence import require_epoch
 from verl_slurm.base.files import fsync_path, write_file
-from verl_slurm.base.paths import RunPaths
-from verl_slurm.base.tree import list_tree, open_directory
+from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
+from verl_slurm.base.tree import files_below, names_in
 from verl_slurm.checkpoint.decide.storage import need_of_next
 from verl_slurm.checkpoint.format.specification import MANIFEST, Manifest, Topology, guest_directory
-from verl_slurm.checkpoint.store.commit import StagingDirectory, commit, seal
+from verl_slurm.checkpoint.store.commit import StagingDirectory, begin, commit, seal, sweep
 from verl_slurm.checkpoint.store.medium import room_for
-from verl_slurm.checkpoint.store.verify import verify
+from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.config.load import load_own
+from verl_slurm.config.schema import RunConfig
 from verl_slurm.verl.reshard.dividing import (
+    Division,
     OnBytes,
     RanksPython,
     ReshardPlan,
-    divide_step,
-    plan_step,
     ranks_python,
+    start_division,
     this_python,
 )
 from verl_slurm.verl.shards import judge_step
@@ -138,17 +154,17 @@ def python_for(source: DivisionSource, contained: Callable[..., list[str]]) -> R
     return partial(ranks_python, load_own(run.run_yaml), contained)
 
 
-def plan_source(
-    source: DivisionSource, ranks: int, python: RanksPython, on_bytes: OnBytes = lambda _: None
-) -> ReshardPlan:
-    """Plans the same state on `ranks` ranks. `on_bytes`: as in `dividing.plan_step`.
+def division_of(
+    source: DivisionSource, ranks: int, python: RanksPython, **how: Any
+) -> AbstractContextManager[Division]:
+    """Plans the same state on `ranks` ranks. Arguments as of `dividing.start_division`.
 
     Raises:
         ConfigError, CheckpointCorrupt: as `require_fsdp`; it cannot be divided so.
-        VerlSlurmError, OSError: as `dividing.plan_step`.
+        VerlSlurmError, OSError: as `dividing.start_division`.
     """
     require_fsdp(source, ranks)
-    return plan_step(source.step, ranks, python, on_bytes)
+    return start_division(source.step, ranks, python, **how)
 
 
 def require_fsdp(source: DivisionSource, ranks: int) -> None:
@@ -160,8 +176,7 @@ def require_fsdp(source: DivisionSource, ranks: int) -> None:
         OSError: it cannot be read.
     """
     step = source.step
-    with open_directory(step) as root:
-        names = [entry.path for entry in list_tree(root) if entry.kind == "file"]
+    names = [*files_below(step)]
     if is_distributed(names):
         raise ConfigError(
             "only checkpoints of verl's FSDP engine can be divided anew",
@@ -192,8 +207,7 @@ def require_room(source: DivisionSource, plan: ReshardPlan, where: Path) -> None
     Raises:
         NoRoom: it does not.
     """
-    with open_directory(source.step) as root:
-        sizes = [entry.info.st_size for entry in list_tree(root) if entry.kind == "file"]
+    sizes = [info.st_size for info in files_below(source.step).values()]
     # What is whole on every rank, and the descriptions, grow with the ranks; all else stays.
     num_bytes = max(sum(sizes), plan.written_bytes)
     num_files = len(sizes) * max(1, -(-plan.after // plan.before))
@@ -207,9 +221,8 @@ def require_room(source: DivisionSource, plan: ReshardPlan, where: Path) -> None
 
 def write_checkpoint(
     source: DivisionSource,
-    plan: ReshardPlan,
+    division: Division,
     staging: StagingDirectory,
-    python: RanksPython,
     *,
     epoch_check: Callable[[], None] = lambda: None,
     on_bytes: OnBytes = lambda _: None,
@@ -218,14 +231,14 @@ def write_checkpoint(
 
     Raises:
         CheckpointCorrupt: the result is not the same state, or does not verify.
-        ConfigError, VerlSlurmError: as `dividing.divide_step`.
+        ConfigError, VerlSlurmError: as `Division.divide`.
         Fenced: by `epoch_check`.
         OSError: the storage refused. On any error `staging` is left for the caller to remove.
     """
     manifest, began = source.manifest, time.monotonic()
     assert manifest is not None
     directory, own = staging.directory, guest_directory("verl", manifest.step)
-    tensors = divide_step(source.step, plan.after, directory / own, python, on_bytes).tensors
+    plan, tensors = division.plan, division.divide(directory / own, on_bytes).tensors
     for entry in manifest.files:
         if not entry.path.startswith(f"{own}/"):
             # Verified moments ago, and small: configuration, schema, tracker, positions in the data.
@@ -233,13 +246,11 @@ def write_checkpoint(
             if entry.path == _METADATA:
                 data = _with_record(data, manifest, plan, tensors)
             write_file(directory / entry.path, data, durable=False)
-    with open_directory(directory) as root:
-        names = [entry.path for entry in list_tree(root) if entry.kind == "file"]
     made = msgspec.structs.replace(
         manifest,
         world_size=plan.after,
         topology=Topology(dp=plan.after),
-        files=tuple(seal(directory, names)),
+        files=tuple(seal(directory, [*files_below(directory)])),
         created_utc=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
         save_seconds=round(time.monotonic() - began, 3),
     )
@@ -260,21 +271,17 @@ def _with_record(data: bytes, manifest: Manifest, plan: ReshardPlan, tensors: st
 
 
 def write_step(
-    source: DivisionSource,
-    plan: ReshardPlan,
-    directory: Path,
-    python: RanksPython,
-    on_bytes: OnBytes = lambda _: None,
+    source: DivisionSource, division: Division, directory: Path, on_bytes: OnBytes = lambda _: None
 ) -> Made:
     """Makes `directory`, which exists and is empty, a `trainer.default_local_dir` of verl with the step in it. Durable.
 
     Raises:
         CheckpointCorrupt: the result is not the same state, or not whole.
-        ConfigError, VerlSlurmError: as `dividing.divide_step`.
+        ConfigError, VerlSlurmError: as `Division.divide`.
         OSError: the storage refused.
     """
     target = directory / source.step.name
-    tensors = divide_step(source.step, plan.after, target, python, on_bytes).tensors
+    tensors = division.divide(target, on_bytes).tensors
     judged = judge_step(target)
     if not judged.ok:
         raise CheckpointCorrupt("the divided step is not whole", where=target, found=judged.one_line())
@@ -284,3 +291,94 @@ def write_step(
     for name, data in tracker_file(judged.step).items():
         write_file(directory / name, data)
     return Made(path=target, tensors=tensors, num_bytes=judged.num_bytes, num_files=len(judged.files))
+
+
+def prepare_start(
+    config: RunConfig,
+    contained: Callable[..., list[str]],
+    paths: RunPaths,
+    epoch: int,
+    manifest: Manifest | None,
+    on_bytes: OnBytes,
+) -> Made | None:
+    """Does the work of `prepare_ranks` for all ranks of a run, by their own Python, on a node of the job.
+
+    Args:
+        contained: `containers.runtimes.contained_argv`.
+    """
+    python = partial(ranks_python, config, contained, on_node=True)
+    return prepare_ranks(paths, epoch, manifest, config.distributed.world_size, python, on_bytes)
+
+
+def prepare_ranks(
+    paths: RunPaths,
+    epoch: int,
+    manifest: Manifest | None,
+    ranks: int,
+    python: RanksPython,
+    on_bytes: OnBytes = lambda _: None,
+) -> Made | None:
+    """Divides a verified checkpoint of the run among `ranks` ranks, unless it is of so many, or was divided before.
+
+    Runs at a start, when the attempt owns the run and no rank runs yet.
+
+    Args:
+        manifest: of the checkpoint to resume from; None: the run begins from nothing.
+        python: of the ranks.
+        on_bytes: told how many more bytes were written or compared, and 0 twice in a second. An exception of its ends
+            the work.
+
+    Returns:
+        What was made; None: nothing had to be.
+
+    Raises:
+        ConfigError: it cannot be divided so.
+        NoRoom: the copy does not fit.
+        Fenced: a newer attempt owns the run.
+        CheckpointCorrupt, OSError: as `write_checkpoint`.
+    """
+    divided = paths.resharded
+    wanted = manifest if manifest is not None and manifest.world_size != ranks else None
+    require_epoch(paths, epoch)
+    # Of a start that died while it was writing.
+    sweep(divided)
+    for name in names_in(paths.run, divided.checkpoints):
+        if CHECKPOINT_NAME.fullmatch(name) and (wanted is None or name != wanted.name):
+            shutil.rmtree(divided.checkpoints / name, ignore_errors=True)
+    if wanted is None:
+        return None
+    source = source_of(paths.checkpoints / wanted.name, wanted)
+    final = divided.checkpoints / wanted.name
+    if _is_divided(final, wanted, ranks) and verify(final).ok:
+        return None
+    # Of another number of ranks, of another save of this step, or damaged; the source has all that was in it.
+    shutil.rmtree(final, ignore_errors=True)
+    staging = begin(divided, wanted.step, wanted.safe_point)
+    try:
+        with division_of(source, ranks, python, below=[staging.directory], on_bytes=on_bytes) as division:
+            require_room(source, division.plan, divided.checkpoints)
+            return write_checkpoint(
+                source, division, staging, epoch_check=lambda: require_epoch(paths, epoch), on_bytes=on_bytes
+            )
+    except BaseException:
+        shutil.rmtree(staging.directory, ignore_errors=True)
+        raise
+
+
+def _is_divided(directory: Path, source: Manifest, ranks: int) -> bool:
+    """Returns whether a directory says that it was made of this checkpoint, for so many ranks."""
+    try:
+        manifest = read_manifest(directory)
+        data = bounded.read_regular(directory / _METADATA, bounded.RECORD)
+        record = bounded.decode_json(data, _Metadata, bounded.RECORD).resharded
+    except (OSError, ValueError, VerlSlurmError):
+        return False
+    return record is not None and (manifest.world_size, record.digest) == (ranks, source.digest)
+
+
+class _Record(msgspec.Struct, frozen=True):
+    digest: str = ""
+
+
+class _Metadata(msgspec.Struct, frozen=True):
+    resharded: _Record | None = None  # `RECORD`

@@ -1,8 +1,9 @@
 """Has a step of verl divided by torch, in a process of the ranks' Python, and defines what the two say to each other.
 
 The process is `torch_shards`; this side needs no torch. Which torch writes matters: a file of one release may not load
-in another, so that of the ranks does it. The answers are lines of JSON on its standard output, of the classes below. A
-plan ends with a `ReshardPlan`, a division with `Divided`; any other end is an error, and so is a line that is none.
+in another, so that of the ranks does it. The answers are lines of JSON on its standard output, of the classes below. It
+says its `ReshardPlan`, and waits on its standard input for the directory to make: the end of that input ends it. Then
+it divides, and says `Divided`. Any other end is an error, and so is a line that is none.
 """
 
 import os
@@ -13,8 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from functools import partial
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, NamedTuple, TypeVar
 
@@ -36,23 +36,14 @@ END = signal.SIGALRM
 """Ends the process; Slurm sends it to nothing, and it writes no core file."""
 # Slurm sends these to every process of a step. The process ends with the thread that reads its answers.
 _WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGCONT, signal.SIGHUP)
-# What the set-up prints must not come between the program's lines.
+# What the set-up prints must not come between the program's lines, and it must not read what is told to the program.
 _AFTER_SETUP = """\
 _verl_slurm_argv=("$@")
-exec {{_verl_slurm_output}}>&1 1>&2
-{script}exec "${{_verl_slurm_argv[@]}}" >&"$_verl_slurm_output"
+exec {{_verl_slurm_output}}>&1 1>&2 {{_verl_slurm_input}}<&0 </dev/null
+{script}exec "${{_verl_slurm_argv[@]}}" >&"$_verl_slurm_output" <&"$_verl_slurm_input"
 """
 # Pyxis is a plugin of srun: the image is started by a step of one task, beside the others.
-_IN_STEP = [
-    "srun",
-    "--nodes=1",
-    "--ntasks=1",
-    "--overlap",
-    "--mpi=none",
-    "--cpu-bind=none",
-    "--input=none",
-    "--quiet",
-]
+_IN_STEP = ["srun", "--nodes=1", "--ntasks=1", "--overlap", "--mpi=none", "--cpu-bind=none", "--quiet"]
 _MISSING = re.compile(r"No module named '([\w.]+)'")
 
 
@@ -188,6 +179,9 @@ def ranks_python(
                     remedy="submit the run with another distributed.dp_size: its start divides the checkpoint",
                 )
             argv = [*_IN_STEP, *argv]
+        if container.runtime == "podman":
+            # Else its standard input is empty.
+            argv[2:2] = ["--interactive"]
         return Command(argv, dict(os.environ), f"{container.python} in {container.image}")
     python = python_of(config.slurm) or sys.executable
     argv, environ = [python, "-P", "-m", *module], clean_environment(dict(os.environ))
@@ -199,11 +193,101 @@ def ranks_python(
     return Command(argv, environ, python)
 
 
-def plan_step(step: Path, ranks: int, python: RanksPython, on_bytes: OnBytes) -> ReshardPlan:
-    """Plans the same state on `ranks` ranks.
+class Division:
+    """A process that has planned how a step is divided. Made by `start_division`.
+
+    Attributes:
+        plan: what it will do.
+    """
+
+    def __init__(
+        self,
+        step: Path,
+        child: "subprocess.Popen[bytes]",
+        command: Command,
+        stderr: IO[bytes],
+        on_bytes: OnBytes,
+    ) -> None:
+        self._step, self._child, self._command, self._stderr = step, child, command, stderr
+        self._on_bytes, self._lines = on_bytes, self._read()
+        self.plan = self._answer(ReshardPlan)
+
+    def divide(self, target: Path, on_bytes: OnBytes) -> Divided:
+        """Makes `target`, a new directory, and compares it with the step. Nothing is made durable: a commit does that.
+
+        Args:
+            target: below one of the places that the process was started with.
+            on_bytes: told how many more bytes were written or compared, `work_bytes` in all, and 0 twice in a second.
+                An exception of its ends the work.
+
+        Raises:
+            ConfigError, VerlSlurmError, OSError: as `start_division`. `target` is left as far as it got.
+            CheckpointCorrupt: the ranks disagree about what they all hold, or the copy is not the same.
+        """
+        self._on_bytes = on_bytes
+        assert self._child.stdin is not None
+        # A process that has ended says why by its answer, or by none.
+        with suppress(BrokenPipeError), self._child.stdin as told:
+            told.write(os.fsencode(target))
+        return self._answer(Divided)
+
+    def _answer(self, wanted: type[A]) -> A:
+        last: Answer | None = None
+        try:
+            for line in self._lines:
+                last = _ANSWER.decode(line)
+                if not isinstance(last, Worked):
+                    break
+                self._on_bytes(last.num_bytes)
+        except msgspec.MsgspecError as error:
+            raise VerlSlurmError("the division gave no answer that is understood", found=error) from error
+        match last:
+            case ReshardRefused(errno=int(number)):
+                raise OSError(number, last.what, last.where)
+            case ReshardRefused(exit_code=code) if code in _ERRORS:
+                facts = {"where": last.where, "found": last.found, "expected": last.expected}
+                raise _ERRORS[code](last.what, remedy=last.remedy, **facts)
+        if isinstance(last, wanted):
+            return last
+        with suppress(subprocess.TimeoutExpired):
+            self._child.wait(_END_S)
+        _end(self._child)
+        words, is_plan = _last_line(self._stderr), wanted is ReshardPlan
+        raise _broken(self._child.returncode, words, self._step, self._command, planned=is_plan)
+
+    def _read(self) -> Iterator[bytes]:
+        """Yields the lines of its output until that is closed; tells `on_bytes` twice in a second while it waits."""
+        pipe = self._child.stdout
+        assert pipe is not None
+        poll, rest = select.poll(), b""
+        poll.register(pipe, select.POLLIN)
+        while True:
+            self._on_bytes(0)
+            if not poll.poll(_LOOK_MS):
+                continue
+            data = os.read(pipe.fileno(), _MAX_LINE)
+            if not data or len(rest) > _MAX_LINE:
+                break
+            *lines, rest = (rest + data).split(b"\n")
+            yield from lines
+        if rest:
+            yield rest
+
+
+@contextmanager
+def start_division(
+    step: Path,
+    ranks: int,
+    python: RanksPython,
+    *,
+    below: Sequence[Path] = (),
+    on_bytes: OnBytes = lambda _: None,
+) -> Iterator[Division]:
+    """Plans the same state on `ranks` ranks, in a process that lives as long as the block.
 
     Args:
-        on_bytes: called with 0 twice in a second. An exception of its ends the work.
+        below: directories of which one will hold what is made; none: the plan is all that is wanted.
+        on_bytes: called with 0 twice in a second while it plans. An exception of its ends the work.
 
     Raises:
         ConfigError: it cannot be divided so, not in limited memory, or the Python lacks torch.
@@ -211,22 +295,32 @@ def plan_step(step: Path, ranks: int, python: RanksPython, on_bytes: OnBytes) ->
         VerlSlurmError: the process broke.
         OSError: it cannot be read.
     """
-    return _ask(ReshardPlan, [str(step), str(ranks)], [step], step, python, on_bytes)
-
-
-def divide_step(step: Path, ranks: int, target: Path, python: RanksPython, on_bytes: OnBytes) -> Divided:
-    """Makes `target`, a new directory, and compares it with the step. Nothing is made durable: a commit does that.
-
-    Args:
-        on_bytes: told how many more bytes were written or compared, `work_bytes` in all, and 0 twice in a second. An
-            exception of its ends the work.
-
-    Raises:
-        ConfigError, VerlSlurmError, OSError: as `plan_step`. `target` is left as far as it got.
-        CheckpointCorrupt: the ranks disagree about what they all hold, or the copy is not the same.
-    """
-    words = [str(step), str(ranks), str(target)]
-    return _ask(Divided, words, [step, target.parent], step, python, on_bytes)
+    command = python([_PROGRAM, str(step), str(ranks)], [step, *below])
+    # stderr goes to a file: it is read when the child has ended, and a full pipe would stop the child before.
+    with tempfile.TemporaryFile() as stderr:
+        try:
+            child = subprocess.Popen(
+                command.argv,
+                env=command.environ,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                start_new_session=True,
+                preexec_fn=_child_setup,
+            )
+        except OSError as error:
+            raise ConfigError(
+                "the ranks' Python cannot be started", where=command.argv[0], found=error
+            ) from error
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            yield Division(step, child, command, stderr, on_bytes)
+        finally:
+            # `on_bytes` raised, or a signal came: the child must not write into a directory that is being removed.
+            _end(child)
+            child.stdin.close()
+            child.stdout.close()
 
 
 def cannot(
@@ -240,51 +334,6 @@ def cannot(
         expected=expected,
         remedy="go on with the number of ranks that saved it, or begin a new run from its weights: docs/verl.md",
     )
-
-
-def _ask(
-    wanted: type[A], words: list[str], places: list[Path], step: Path, python: RanksPython, on_bytes: OnBytes
-) -> A:
-    last: Answer | None = None
-    # stderr goes to a file: it is read when the child has ended, and a full pipe would stop the child before.
-    command = python([_PROGRAM, *words], places)
-    with tempfile.TemporaryFile() as stderr:
-        try:
-            child = subprocess.Popen(
-                command.argv,
-                env=command.environ,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                start_new_session=True,
-                preexec_fn=_child_setup,
-            )
-        except OSError as error:
-            raise ConfigError(
-                "the ranks' Python cannot be started", where=command.argv[0], found=error
-            ) from error
-        assert child.stdout is not None
-        try:
-            for line in _lines(child.stdout, partial(on_bytes, 0)):
-                last = _ANSWER.decode(line)
-                if isinstance(last, Worked):
-                    on_bytes(last.num_bytes)
-            child.wait()
-        except msgspec.MsgspecError as error:
-            raise VerlSlurmError("the division gave no answer that is understood", found=error) from error
-        finally:
-            # `on_bytes` raised, or a signal came: the child must not write into a directory that is being removed.
-            _end(child)
-            child.stdout.close()
-        match last:
-            case ReshardRefused(errno=int(number)):
-                raise OSError(number, last.what, last.where)
-            case ReshardRefused(exit_code=code) if code in _ERRORS:
-                facts = {"where": last.where, "found": last.found, "expected": last.expected}
-                raise _ERRORS[code](last.what, remedy=last.remedy, **facts)
-        if child.returncode == 0 and isinstance(last, wanted):
-            return last
-        raise _broken(child.returncode, _last_line(stderr), step, command, planned=wanted is ReshardPlan)
 
 
 def _child_setup() -> None:
@@ -302,23 +351,6 @@ def _end(child: "subprocess.Popen[bytes]") -> None:
             with suppress(subprocess.TimeoutExpired):
                 child.wait(_END_S)
     child.wait()
-
-
-def _lines(pipe: IO[bytes], look: Callable[[], None]) -> Iterator[bytes]:
-    """Yields the lines of a pipe until it is closed; calls `look` twice in a second while it waits."""
-    poll, rest = select.poll(), b""
-    poll.register(pipe, select.POLLIN)
-    while True:
-        look()
-        if not poll.poll(_LOOK_MS):
-            continue
-        data = os.read(pipe.fileno(), _MAX_LINE)
-        if not data or len(rest) > _MAX_LINE:
-            break
-        *lines, rest = (rest + data).split(b"\n")
-        yield from lines
-    if rest:
-        yield rest
 
 
 def _last_line(stderr: IO[bytes]) -> str:

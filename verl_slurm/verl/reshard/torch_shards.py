@@ -1,6 +1,8 @@
-"""Divides the shards of a step of verl's FSDP engine, or plans it. The program that `dividing` starts:
+"""Plans how the shards of a step of verl's FSDP engine are divided, and divides them. The program of `dividing`:
 
-    python -P -m verl_slurm.verl.reshard.torch_shards STEP RANKS [TARGET]
+    python -P -m verl_slurm.verl.reshard.torch_shards STEP RANKS
+
+It says its plan, and reads from its standard input which directory it is to make; nothing there: it ends.
 
 A shard is what one rank's `state_dict()` gives. Its tensors are of two forms: a DTensor, divided among the ranks along
 one dimension or whole on each (all of FSDP2, and the parameters of FSDP1 on more than one rank); or a plain tensor,
@@ -761,18 +763,21 @@ def _limit_memory(num_bytes: int) -> None:
     )
 
 
-def _answer(path: Path, after: int, target: Path | None, say: Callable[[Answer], None]) -> Answer:
+def _work(path: Path, after: int, say: Callable[[Answer], None]) -> None:
     with open_directory(path) as root:
         # A small file may describe gigabytes. Not the size alone: a hole has any.
         infos = [entry.info for entry in list_tree(root) if entry.kind == "file"]
         _limit_memory(sum(min(info.st_size, info.st_blocks * 512) for info in infos) + _ROOM)
         step = read_step(root, path, after)
         plan = plan_of(step)
-        if target is None:
-            return plan
+        say(plan)
+        # The other side says it once it knows that there is room.
+        target = os.fsdecode(sys.stdin.buffer.read())
+        if not target:
+            return
         # The new files are mapped when they are compared, and one of them is in memory while it is written.
         _limit_memory(plan.written_bytes + plan.largest_bytes + _ROOM)
-        return Divided(tensors=divide(step, target, lambda num_bytes: say(Worked(num_bytes=num_bytes))))
+        say(Divided(tensors=divide(step, Path(target), lambda num_bytes: say(Worked(num_bytes=num_bytes)))))
 
 
 def _refusal(error: VerlSlurmError) -> ReshardRefused:
@@ -795,22 +800,20 @@ def main(argv: Sequence[str]) -> None:
     # Each thread of torch's own, and each arena of malloc's, would take 64 MiB of addresses, and no less time.
     torch.set_num_threads(1)
     ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
-    last: Answer
     try:
         with torch.no_grad():
-            last = _answer(path, after, Path(argv[2]) if argv[2:] else None, say)
+            _work(path, after, say)
     except Unclear as error:
-        last = _refusal(cannot(path, *error.args))
+        say(_refusal(cannot(path, *error.args)))
     except VerlSlurmError as error:
-        last = _refusal(error)
+        say(_refusal(error))
     except MemoryError:
         resource.setrlimit(resource.RLIMIT_AS, (resource.getrlimit(resource.RLIMIT_AS)[1],) * 2)
         found = f"they take more memory than their own size and {_ROOM >> 20} MiB"
-        last = _refusal(cannot(path, f"shards that are described by more than verl writes: {found}"))
+        say(_refusal(cannot(path, f"shards that are described by more than verl writes: {found}")))
     except OSError as error:
         place = None if error.filename is None else str(error.filename)
-        last = ReshardRefused(errno=error.errno or errno.EIO, what=error.strerror or str(error), where=place)
-    say(last)
+        say(ReshardRefused(errno=error.errno or errno.EIO, what=error.strerror or str(error), where=place))
     # At once: gigabytes of small objects take long to free.
     os._exit(0)
 

@@ -1,20 +1,26 @@
-"""The daemon is told first, and nothing that is written for people can stop a rank."""
+"""What a rank says: the daemon is told first, and nothing that is written for people can stop a rank."""
 
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.fakes.daemon import Daemon
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.loops.session import Session
 from verl_slurm.save.ranks.saver import SavedCheckpoint
 from verl_slurm.trainer import reporter
+from verl_slurm.trainer.measures import console
+from verl_slurm.trainer.measures.stopwatch import GpuMemory
 from verl_slurm.trainer.reporter import Reporter
+from verl_slurm.trainer.state.position import Position
 from verl_slurm.wire.client import NoDaemon
-from verl_slurm.wire.messages import FromRank, RankNotice, RankSaved, RankSaveFailed
+from verl_slurm.wire.messages import FromRank, Progress, RankNotice, RankSaved, RankSaveFailed
 
 pytestmark = pytest.mark.torch
+
 
 ROW = {"step": 1.0, "reward": 0.5, "kl": 0.0, "policy_loss": 0.0, "value_loss": 0.0}
 TIMINGS = {"tokens_per_second": 1.0, "generate_s": 1.0, "score_s": 1.0, "update_s": 1.0}
@@ -162,11 +168,14 @@ def test_saves_have_curves_of_their_own_and_failures_are_counted(
     drawn: list[tuple[dict[str, float], int]] = []
     monkeypatch.setattr(Reporter, "_draw", lambda self, curves, step: drawn.append((curves, step)))
     reporter = _reporter(tmp_path, Line([]))
+    rows: list[dict[str, float]] = []
+    reporter.session.log_step = lambda row: rows.append(dict(row)) or ""  # type: ignore[method-assign, func-returns-value]
     reporter.stalled(0.25)
     reporter.stalled(0.5)
-    reporter.step_done(ROW, TIMINGS)
     step = int(ROW["step"])
-    assert drawn.pop()[0]["save/stall_s"] == 0.75
+    for stalled in (0.75, 0.0):  # of the step in which the training waited
+        reporter.step_done(ROW, TIMINGS)
+        assert rows.pop()["stall_s"] == drawn.pop()[0]["save/stall_s"] == stalled
     reporter.saved(0, SavedCheckpoint(name="step_000001", seconds=0.1, num_bytes=10), "the last step")
     assert drawn.pop() == ({"save/seconds": 0.1, "save/bytes": 10.0, "save/one_copy": 0.0}, step)
     for number in (1.0, 2.0):
@@ -183,12 +192,95 @@ def test_a_step_without_a_critic_is_told_without_its_loss() -> None:
     assert "policy loss +0.0000  1 tokens/s" in line
 
 
-def test_a_step_has_what_training_waited_for_saves_in_it(tmp_path: Path) -> None:
-    reporter = _reporter(tmp_path, NoDaemon())
-    rows: list[dict[str, float]] = []
-    reporter.session.log_step = lambda row: rows.append(dict(row)) or ""  # type: ignore[method-assign, func-returns-value]
-    reporter.stalled(0.5)
-    reporter.stalled(0.25)
-    reporter.step_done(ROW, TIMINGS)
-    reporter.step_done(ROW | {"step": 2.0}, TIMINGS)
-    assert [row["stall_s"] for row in rows] == [0.75, 0.0]
+@pytest.mark.scenario("P10")
+def test_a_line_that_cannot_be_written_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stream, speak in (("stdout", console.say), ("stderr", console.complain)):
+        # Unbuffered below, so that closing the file has nothing left to fail with.
+        with open("/dev/full", "wb", buffering=0) as raw, monkeypatch.context() as patch:
+            full = _Unbuffered(raw)
+            patch.setattr(sys, stream, full)
+            speak("hello")
+            assert full.refused == 1
+
+
+def test_a_line_that_can_be_written_is_there_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    console.say("one")
+    console.complain("two")
+    captured = capfd.readouterr()
+    assert (captured.out, captured.err) == ("one\n", "two\n")
+
+
+class _Unbuffered:
+    """A text stream that writes through, as under PYTHONUNBUFFERED; counts what the system refused."""
+
+    def __init__(self, raw: object) -> None:
+        self._raw = raw
+        self.refused = 0
+
+    def write(self, text: str) -> int:
+        try:
+            return int(self._raw.write(text.encode()))  # type: ignore[attr-defined]
+        except OSError:
+            self.refused += 1
+            raise
+
+    def flush(self) -> None:
+        """Nothing is buffered."""
+
+
+GPU = torch.device("cuda", 0)
+
+
+def test_it_is_what_is_in_use_of_all_there_is_and_looked_at_once_a_second() -> None:
+    now, free = [100.0], [60]
+    looks: list[torch.device] = []
+
+    def look(device: torch.device) -> tuple[int, int]:
+        looks.append(device)
+        return free[0], 80
+
+    memory = GpuMemory(GPU, clock=lambda: now[0], look=look)
+    assert memory.percent() == 25.0
+    free[0], now[0] = 4, 100.9
+    assert memory.percent() == 25.0
+    now[0] = 101.0
+    assert memory.percent() == 95.0
+    assert looks == [GPU, GPU]
+
+
+def test_a_rank_without_a_gpu_says_nothing_of_one() -> None:
+    def look(device: torch.device) -> tuple[int, int]:
+        raise AssertionError("there is none")
+
+    assert GpuMemory(torch.device("cpu"), look=look).percent() is None
+
+
+def test_a_driver_that_fails_stops_no_training() -> None:
+    def look(device: torch.device) -> tuple[int, int]:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    assert GpuMemory(GPU, look=look).percent() is None
+
+
+def test_every_safe_point_carries_it(tmp_path: Path) -> None:
+    daemon = Daemon()
+    session = Session(daemon, rank=1, world_size=2)
+    reporter = Reporter(session, total_steps=2, tensorboard=tmp_path, first_step=0, gpu_memory=lambda: 91.5)
+    reporter.at(Position(1, "generate", 2), new_rollouts=4)
+    (message,) = daemon.told
+    assert isinstance(message, Progress)
+    assert message.gpu_memory_percent == 91.5
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_real_gpu_it_sees_what_is_allocated() -> None:
+    times = iter(range(0, 100, 10))
+    memory = GpuMemory(torch.device("cuda"), clock=lambda: float(next(times)))
+    before = memory.percent()
+    total = torch.cuda.get_device_properties(0).total_memory
+    held = torch.empty(total // 4, dtype=torch.uint8, device="cuda")
+    after = memory.percent()
+    assert before is not None
+    assert after is not None
+    assert after - before == pytest.approx(25.0, abs=1.0)
+    del held
