@@ -31,8 +31,7 @@ from verl_slurm_daemon.decide.lead_model import Limits, Model
 from verl_slurm_daemon.decide.policy import decide
 from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.lead.effects import Effects
-from verl_slurm_daemon.link.addresses import reach_lead
-from verl_slurm_daemon.link.channel import LeadLink
+from verl_slurm_daemon.link.channel import LeadLink, reach_lead
 
 from benchmarks.curves import lines
 from verl_slurm.base.files import private_dir

@@ -179,7 +179,7 @@ class LiveRun:
             except psutil.Error:
                 continue
             mine = "verl_slurm.trainer" in argv and str(self.paths.root) in argv and "RANK" in env
-            if "verl_slurm.rendezvous.standby" in argv:  # one that stood by, and trains now
+            if "--imports" in argv:  # one that stood by, and trains now
                 log = env.get(LOG_VARIABLE, "")
                 mine = log.startswith(str(self.paths.root)) and not _waits_for_orders(process)
             if mine and node in (None, env.get("SLURMD_NODENAME")):

@@ -5,8 +5,7 @@ from typing import get_args
 import msgspec
 import pytest
 from verl_slurm_daemon.decide import actions as act, inputs
-from verl_slurm_daemon.decide.lead_model import FailureKind, Intent, Limits, Model, suspects
-from verl_slurm_daemon.decide.lead_states import NEXT, State
+from verl_slurm_daemon.decide.lead_model import NEXT, FailureKind, Intent, Limits, Model, State, suspects
 from verl_slurm_daemon.decide.policy import decide
 
 from tests.journals import make_event

@@ -11,10 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from verl_slurm_daemon.agent.lead_probe import answers
-from verl_slurm_daemon.agent.rank_environment import past_proxies
-from verl_slurm_daemon.agent.service import restarts_in_a_row, service_argv
-from verl_slurm_daemon.agent.service_shares import RANKS, divide, variables_of_ranks
+from verl_slurm_daemon.agent.rank_environment import RANKS, divide, past_proxies, variables_of_ranks
+from verl_slurm_daemon.agent.service import answers, restarts_in_a_row, service_argv
 from verl_slurm_daemon.decide import inputs
 from verl_slurm_daemon.descendants import WARNINGS
 from verl_slurm_daemon.journal import Journal
@@ -286,8 +284,9 @@ if sys.argv[1] == "stay": time.sleep(600)
 """
 _HOST = """
 import os, subprocess, sys
-guard = [sys.executable, "-m", "verl_slurm_daemon.agent.service_guard", sys.executable, "-c", sys.argv[1], sys.argv[2]]
-subprocess.Popen(guard, env=os.environ | {"VERL_SLURM_HOST_PID": str(os.getpid())}).wait()
+launcher = [sys.executable, "-m", "verl_slurm_daemon.agent.ranks", "--service"]
+program = [sys.executable, "-c", *sys.argv[1:]]
+subprocess.Popen([*launcher, *program], env=os.environ | {"VERL_SLURM_HOST_PID": str(os.getpid())}).wait()
 """
 
 

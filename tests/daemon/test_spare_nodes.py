@@ -8,8 +8,7 @@ import pytest
 from verl_slurm_daemon.allocation.contract import StepPlacement, TooFewNodes
 from verl_slurm_daemon.allocation.launcher import choose_places, step_argv
 from verl_slurm_daemon.decide import actions as act, inputs
-from verl_slurm_daemon.decide.lead_model import Limits, Model
-from verl_slurm_daemon.decide.lead_states import State
+from verl_slurm_daemon.decide.lead_model import Limits, Model, State
 from verl_slurm_daemon.decide.policy import decide
 from verl_slurm_daemon.journal import log_line
 from verl_slurm_daemon.lead import agents_step as step_module

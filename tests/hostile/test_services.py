@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from verl_slurm_daemon.agent.lead_probe import connect_checked
+from verl_slurm_daemon.agent.service import connect_checked
 from verl_slurm_daemon.link import relay
 from verl_slurm_daemon.link.relay import Streams, open_far_end, open_near_end
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from verl_slurm.base.files import write_file
-from verl_slurm.wire.flight import DUMP_VARIABLE, pipe_of
+from verl_slurm.wire.hang_records import DUMP_VARIABLE, pipe_of
 
 _DUMPS = {"_dump_fr_trace_json": "gloo", "_dump_nccl_trace_json": "nccl"}
 """Torch's functions, by what a build of torch has (2.13), and the names of their files."""

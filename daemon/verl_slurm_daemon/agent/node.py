@@ -33,7 +33,7 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.containers.runtimes import ranks_inside
 from verl_slurm.program.programs import Moves
 from verl_slurm.slurm.slurm_environment import SlurmJob
-from verl_slurm.wire.flight import request_flights
+from verl_slurm.wire.hang_records import request_flights
 from verl_slurm.wire.lead_file import LeadAddress, read_lead_address
 from verl_slurm.wire.messages import (
     MAX_REASON,
@@ -58,7 +58,6 @@ from verl_slurm_daemon.agent.node_start import NodeStart, require_memory
 from verl_slurm_daemon.agent.orphan import SlurmSenses, see_off, slurm_job
 from verl_slurm_daemon.agent.rank_container import Lifeline
 from verl_slurm_daemon.agent.rank_socket import REASONS, RankSocket, StoreSocket
-from verl_slurm_daemon.agent.rank_stacks import write_stacks
 from verl_slurm_daemon.decide.leaving import AgentKnowledge
 from verl_slurm_daemon.descendants import (
     RELAYED,
@@ -68,9 +67,9 @@ from verl_slurm_daemon.descendants import (
     listen,
     spare_former_children,
     tail,
+    write_stacks,
 )
-from verl_slurm_daemon.link.addresses import CONNECT_PAUSES_S, reach_lead
-from verl_slurm_daemon.link.channel import LeadLink, Refusals
+from verl_slurm_daemon.link.channel import CONNECT_PAUSES_S, LeadLink, Refusals, reach_lead
 
 if TYPE_CHECKING:
     from verl_slurm_daemon.agent.node_metrics import AgentMetrics

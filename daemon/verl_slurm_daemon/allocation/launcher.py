@@ -18,7 +18,7 @@ from verl_slurm.wire.environment import (
     RESUME_VARIABLE,
     RUN_VARIABLE,
 )
-from verl_slurm.wire.flight import flight_environment
+from verl_slurm.wire.hang_records import flight_environment
 from verl_slurm.wire.messages import Launch
 from verl_slurm_daemon.allocation.contract import StepPlacement, TooFewNodes
 

@@ -35,9 +35,19 @@ from verl_slurm.wire.messages import (
     Stopped,
 )
 from verl_slurm_daemon.decide import actions as act, inputs
-from verl_slurm_daemon.decide.delays import IN_PLACE_S, MOST_FAILED_STARTS, SLURM_AWAY_S, delay_after
-from verl_slurm_daemon.decide.lead_model import Decision, FailureKind, Intent, Model, suspects
-from verl_slurm_daemon.decide.lead_states import NEXT, State
+from verl_slurm_daemon.decide.lead_model import (
+    IN_PLACE_S,
+    MOST_FAILED_STARTS,
+    NEXT,
+    SLURM_AWAY_S,
+    Decision,
+    FailureKind,
+    Intent,
+    Model,
+    State,
+    delay_after,
+    suspects,
+)
 
 _EXIT_OF = {Intent.CANCELLED: ExitCode.CANCELLED, Intent.ALREADY_REQUEUED: ExitCode.REQUEUED}
 _MOST_DOUBLINGS = 6

@@ -68,25 +68,23 @@ from verl_slurm_daemon.lead.attempt_start import (
     require_mounted,
     spoken,
 )
-from verl_slurm_daemon.lead.fitting_ranks import fit_ranks
-from verl_slurm_daemon.lead.growing import watch_growth
-from verl_slurm_daemon.lead.left_nodes import places_seen, write_down
 from verl_slurm_daemon.lead.nodes_copies import bring_home, left_behind, parts_since
 from verl_slurm_daemon.lead.pace_watch import PaceWatch
-from verl_slurm_daemon.lead.requeueing import requeue
+from verl_slurm_daemon.lead.requeueing import places_seen, requeue, write_down
 from verl_slurm_daemon.lead.resume import (
     ReadBack,
     ResumePoint,
+    Verdicts,
     find_resume_point,
+    fit_ranks,
     read_back,
     wait_for_checkpoints,
 )
 from verl_slurm_daemon.lead.scrubbing import scrub_forever
 from verl_slurm_daemon.lead.service_hosts import Services
 from verl_slurm_daemon.lead.stack_requests import write_stacks
-from verl_slurm_daemon.lead.standby_agents import AGENTS_READY_S, Standby
+from verl_slurm_daemon.lead.standby_agents import AGENTS_READY_S, Standby, watch_growth
 from verl_slurm_daemon.lead.tier_child import TierMover
-from verl_slurm_daemon.lead.verdicts import Verdicts
 from verl_slurm_daemon.link.channel import AgentLink, Refusals, serve
 
 _SRUN_TRIES_S = 5.0

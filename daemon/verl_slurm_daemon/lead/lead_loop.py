@@ -47,8 +47,7 @@ from verl_slurm_daemon.allocation.contract import Allocation
 from verl_slurm_daemon.allocation.local import LocalAllocation
 from verl_slurm_daemon.allocation.slurm_job import SlurmAllocation
 from verl_slurm_daemon.decide import inputs
-from verl_slurm_daemon.decide.lead_model import Limits, Model
-from verl_slurm_daemon.decide.lead_states import State
+from verl_slurm_daemon.decide.lead_model import Limits, Model, State
 from verl_slurm_daemon.decide.policy import decide
 from verl_slurm_daemon.descendants import bury_orphans, listen
 from verl_slurm_daemon.journal import Journal
@@ -56,6 +55,7 @@ from verl_slurm_daemon.lead.attempt_start import (
     ENVIRONMENT,
     SIGNALS,
     answered,
+    check_code,
     patiently,
     prepare,
     require_mounted,
@@ -63,7 +63,6 @@ from verl_slurm_daemon.lead.attempt_start import (
     spoken,
     start_failed,
 )
-from verl_slurm_daemon.lead.code_copy import check_code
 from verl_slurm_daemon.lead.effects import Effects
 from verl_slurm_daemon.lead.hook_runs import Hooks
 

@@ -17,9 +17,8 @@ from verl_slurm.journal.status import Status
 from verl_slurm.journal.steps import every_row
 from verl_slurm.wire.connection_limits import REASONS
 from verl_slurm.wire.messages import FromRank, Progress
-from verl_slurm_daemon.decide.lead_states import State
-from verl_slurm_daemon.metrics.exporter import Exporter
-from verl_slurm_daemon.metrics.exposition import counter, gauge, labelled, renderer
+from verl_slurm_daemon.decide.lead_model import State
+from verl_slurm_daemon.metrics.exporter import Exporter, counter, gauge, labelled, renderer
 from verl_slurm_daemon.metrics.live_numbers import LiveNumbers, queue_length
 
 _LEARNING = (

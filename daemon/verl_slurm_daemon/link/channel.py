@@ -8,12 +8,13 @@ import contextlib
 import hmac
 import secrets
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from verl_slurm.base.errors import WireError
 from verl_slurm.wire.connection_limits import ConnectionLimits, make_room
 from verl_slurm.wire.framing import HELLO, NONCE_BYTES, PROOF_BYTES, Framer, proof, session_key
+from verl_slurm.wire.lead_file import LeadAddress
 from verl_slurm.wire.messages import FromAgent, ToAgent
 
 
@@ -262,3 +263,35 @@ def _notice_silence(writer: asyncio.StreamWriter) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(_SILENCE_S // 12, 1))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 8)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_S * 1000)
+
+
+CONNECT_PAUSES_S = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0)
+
+
+async def reach_lead(
+    address: LeadAddress, epoch: int, warned: asyncio.Event, pauses: Sequence[float] = CONNECT_PAUSES_S
+) -> LeadLink:
+    """Tries until the lead has a free place: unknown peers may hold all of them for some seconds.
+
+    Args:
+        warned: set: the job is about to end, so this try is the last.
+        pauses: between the tries, in seconds.
+
+    Raises:
+        WireError: the lead cannot be reached, or is of another attempt.
+    """
+    for pause in (*pauses, None):
+        try:
+            return await connect(address.host, address.port, bytes.fromhex(address.token), epoch)
+        except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+            if pause is None or warned.is_set():
+                raise WireError(
+                    "the lead cannot be reached",
+                    where=f"{address.host}:{address.port}",
+                    found=f"{type(error).__name__} {error}",
+                    remedy="are TCP connections between the job's nodes allowed?",
+                ) from error
+            # Slurm's TERM means that there may soon be nobody to reach, nor anybody who tries.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(warned.wait(), pause)
+    raise AssertionError("unreachable")

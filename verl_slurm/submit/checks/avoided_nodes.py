@@ -6,8 +6,8 @@ from verl_slurm.base.errors import NotFound, SlurmMissing
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.health.bad_nodes import recall
 from verl_slurm.slurm.commands import NODE_LIST
+from verl_slurm.slurm.requeue_rules import sparable
 from verl_slurm.slurm.slurm_client import SlurmClient
-from verl_slurm.slurm.sparing import sparable
 from verl_slurm.submit.checks.preflight import SlurmSays
 
 
