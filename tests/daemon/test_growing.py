@@ -13,7 +13,7 @@ from verl_slurm_daemon.lead.agents_step import Step
 from verl_slurm_daemon.lead.standby_agents import watch_growth, worth
 
 from tests.builders import run_config
-from tests.fakes.allocation import ScriptedAllocation
+from tests.fakes.allocation import ScriptedAllocation, first_attempt
 from tests.journals import make_event
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
@@ -75,7 +75,8 @@ def watched(root: Path, monkeypatch: pytest.MonkeyPatch, idle: int, looks: int =
         config = run_config(nodes=2, dp_size=2, min_nodes=1, steps=40)
         monkeypatch.setattr(standby_agents.asyncio, "sleep", pause)
         try:
-            await watch_growth(paths, config, allocation, step, said.append, lambda: now)  # type: ignore[arg-type]
+            attempt = first_attempt(paths, config, allocation, said.append)
+            await watch_growth(attempt, step, lambda: now)
         finally:
             running.kill()
             await running.wait()

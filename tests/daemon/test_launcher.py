@@ -8,11 +8,10 @@ import pytest
 from verl_slurm_daemon.agent.rank_container import environ_of_image, gpus_here, ranks_environ
 from verl_slurm_daemon.allocation.launcher import (
     StepNodes,
-    agent_argv,
+    daemon_argv,
     launcher_argv,
     launcher_env,
     nodes_of_step,
-    service_host_argv,
     step_argv,
 )
 
@@ -62,10 +61,10 @@ def test_the_launcher_of_ranks_is_told_its_place_and_the_program() -> None:
 
 
 def test_a_step_has_one_agent_a_node_and_no_opinion_about_their_ends() -> None:
-    argv = step_argv("srun", RunConfig(), agent_argv("python", PATHS, 7))
+    argv = step_argv("srun", RunConfig(), daemon_argv("python", "agent", PATHS, 7))
     assert "--ntasks=2" in argv
     assert "--kill-on-bad-exit=0" in argv
-    assert argv[-9:] == agent_argv("python", PATHS, 7)
+    assert argv[-9:] == daemon_argv("python", "agent", PATHS, 7)
 
 
 @pytest.mark.scenario("M08")
@@ -125,7 +124,7 @@ def test_compiled_code_is_loaded_from_no_place_that_others_can_make() -> None:
 
 
 def test_a_heterogeneous_step_takes_its_counts_from_the_components() -> None:
-    argv = step_argv("srun", RunConfig(), agent_argv("python", PATHS, 7), het_size=3)
+    argv = step_argv("srun", RunConfig(), daemon_argv("python", "agent", PATHS, 7), het_size=3)
     assert "--het-group=0,1,2" in argv
     assert not [word for word in argv if word.startswith(("--nodes", "--ntasks="))]
 
@@ -215,11 +214,11 @@ def test_pyxis_is_told_by_options_of_srun() -> None:
     container = f"slurm.container={{runtime: pyxis, image: {IMAGE}, python: py, binds: [/opt]}}"
     words = ("run_dir=/shared/run", "model.path=/models/m", "slurm.gpus_per_node=1", container)
     config = parse_config(b"", "my.yaml", words)
-    argv = step_argv("srun", config, agent_argv("/venv/bin/python", PATHS, 7))
+    argv = step_argv("srun", config, daemon_argv("/venv/bin/python", "agent", PATHS, 7))
     assert f"--container-image={IMAGE}" in argv
     assert "--container-mounts=/models/m:/models/m:ro,/opt:/opt:rw,/shared/run:/shared/run:rw" in argv
     assert "--container-workdir=/tmp" in argv
-    assert argv[-6:] == agent_argv("python", PATHS, 7)[3:]
+    assert argv[-6:] == daemon_argv("python", "agent", PATHS, 7)[3:]
     # Enroot's hook mounts the driver if it is asked to; the device is `auto`.
     assert in_image(config)["NVIDIA_VISIBLE_DEVICES"] == "all"
     assert in_image(parse_config(b"", "my.yaml", words[:2])) == {}
@@ -356,7 +355,7 @@ def test_the_step_of_each_service_has_its_nodes_and_that_of_the_ranks_the_rest(
 def test_a_step_on_a_part_of_a_component_names_its_nodes() -> None:
     config, host = (
         run_config(nodes=2, services={"judge": JUDGE}),
-        service_host_argv("python", PATHS, 7, "judge"),
+        daemon_argv("python", "service", PATHS, 7, "--name", "judge"),
     )
     nodes = nodes_of_step(config, (4,), "judge")
     argv = step_argv("srun", config, host, nodes=nodes, names=["n3", "n4"])

@@ -23,22 +23,12 @@ from verl_slurm.wire.messages import Launch
 from verl_slurm_daemon.allocation.contract import StepPlacement, TooFewNodes
 
 
-def agent_argv(python: str, paths: RunPaths, epoch: int, generation: int = 0) -> list[str]:
-    """Returns the command line of one agent.
-
-    Args:
-        generation: of the restart that it stands by for; 0: it is wanted now.
-    """
+def daemon_argv(python: str, command: str, paths: RunPaths, epoch: int, *more: str) -> list[str]:
+    """Returns the command line of a process of this attempt: an `agent`, a host of a `service`, or a `bring-home`."""
     # -P: Python does not search the directory in which the user submitted. A module planted there would be imported in
     # place of ours.
-    argv = [python, "-P", "-m", "verl_slurm_daemon", "agent", "--run", str(paths.root), "--epoch", str(epoch)]
-    return [*argv, "--stand-by", str(generation)] if generation else argv
-
-
-def service_host_argv(python: str, paths: RunPaths, epoch: int, name: str) -> list[str]:
-    """Returns the command line of a host of the service `name`."""
-    life = ["--run", str(paths.root), "--epoch", str(epoch), "--name", name]
-    return [python, "-P", "-m", "verl_slurm_daemon", "service", *life]
+    life = ["--run", str(paths.root), "--epoch", str(epoch)]
+    return [python, "-P", "-m", "verl_slurm_daemon", command, *life, *more]
 
 
 class StepNodes(NamedTuple):

@@ -51,6 +51,7 @@ from verl_slurm_daemon.decide.lead_model import Limits, Model, State
 from verl_slurm_daemon.decide.policy import decide
 from verl_slurm_daemon.descendants import bury_orphans, listen
 from verl_slurm_daemon.journal import Journal
+from verl_slurm_daemon.lead.attempt import Attempt
 from verl_slurm_daemon.lead.attempt_start import (
     ENVIRONMENT,
     SIGNALS,
@@ -134,9 +135,7 @@ class Lead:
         journal = Journal(self._paths, epoch=epoch, job_id=job_id, heard=self._journaled)
         self._journal = journal
         self._hooks = Hooks(self._paths, self._config, lambda text: journal.write(ev.Warned("hooks", text)))
-        effects = Effects(
-            self._paths, self._config, self._allocation, journal, epoch, self._events.put_nowait
-        )
+        effects = Effects(Attempt(self._config, self._allocation, journal, self._events.put_nowait))
         try:
             if mine is not None:
                 await self._begins(mine, journal, effects)
@@ -151,7 +150,7 @@ class Lead:
         if code is ExitCode.REQUEUED:
             # Before Slurm is told when to start again: that counts from the end of this job's processes.
             await self._hooks.drain(requeued=True)
-        await self._end(mine, journal, code, reason, clean=effects.left_clean)
+        await self._end(mine, journal, code, reason, clean=effects.restarts.left_clean)
         await self._hooks.drain()
         return code
 
@@ -190,7 +189,7 @@ class Lead:
         """Records that this attempt owns the run from here on."""
         if self._metrics is not None:
             await self._metrics.read_back()
-            self._metrics.refused = effects.refusals.counts
+            self._metrics.refused = effects.restarts.refusals.counts
         status = self._status
         status.attempt, status.cluster, status.host = mine.epoch, mine.cluster, mine.host
         status.slurm = _slurm_cluster()
@@ -307,18 +306,18 @@ class Lead:
         self._events.put_nowait(await self._first_event(journal, effects))
         tasks = [asyncio.create_task(self._watch_the_clock()), asyncio.create_task(self._watch_the_fence())]
         try:
-            while effects.exit is None:
+            while effects.attempt.exit is None:
                 event = await self._events.get()
                 decision = decide(self._model, event)
                 self._model = decision.model
-                effects.describe(self._status)
+                effects.restarts.describe(self._status)
                 self._note(event, journal)
                 for action in decision.actions:
                     effects.perform(action)
         finally:
             for task in tasks:
                 task.cancel()
-        return effects.exit
+        return effects.attempt.exit
 
     async def _first_event(self, journal: Journal, effects: Effects) -> inputs.Input:
         if self._failed is not None:
