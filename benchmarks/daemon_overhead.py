@@ -35,7 +35,7 @@ import psutil
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.journal.steps import last_steps
-from verl_slurm.runs.follow import follow_lines
+from tests.lines import follow_lines
 
 _SKIP = 2
 _ONE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -25,7 +25,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.journal.events import KINDS
 from verl_slurm.journal.status import read_status
-from verl_slurm.runs.follow import follow_lines
+from tests.lines import follow_lines
 from verl_slurm.slurm.facts import JobFacts
 from verl_slurm.slurm.slurm_client import SlurmClient
 from verl_slurm.wire.environment import LOG_VARIABLE

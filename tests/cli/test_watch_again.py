@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.runs.follow import follow_lines
+from tests.lines import follow_lines
 
 pytestmark = pytest.mark.slow
 

@@ -23,7 +23,7 @@ from tests.local_runs import QUICK
 from tests.processes import python_path
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.runs.follow import follow_lines
+from tests.lines import follow_lines
 from verl_slurm.submit.submission import carry_out, plan_submission
 
 PATIENCE_S = 300.0

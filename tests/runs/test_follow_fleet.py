@@ -13,8 +13,8 @@ from tests.many_runs import make_run
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.journal.events import Event, kind_of
-from verl_slurm.runs import follow_many as fleet_follow
-from verl_slurm.runs.follow_many import FleetWatch, Followed, state_after
+from verl_slurm.runs import follow as fleet_follow
+from verl_slurm.runs.follow import FleetWatch, Followed, state_after
 from verl_slurm.slurm.slurm_client import SlurmClient
 
 Act = Callable[[], object]
