@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Sequence
 
-from verl_slurm_daemon.allocation.contract import Avoided, Outlook, StepPlacement
+from verl_slurm_daemon.allocation.contract import Allocation, Avoided, Outlook, StepPlacement
 from verl_slurm_daemon.allocation.launcher import choose_places
 from verl_slurm_daemon.decide import inputs
 from verl_slurm_daemon.journal import Journal
@@ -27,10 +27,10 @@ def first_attempt(
 ) -> Attempt:
     """The first attempt of a run, in the job of an allocation that says what it is told to."""
     journal = Journal(paths, epoch=1, job_id="7")
-    return Attempt(config, allocation or ScriptedAllocation(), journal, post)  # type: ignore[arg-type]
+    return Attempt(config, allocation or ScriptedAllocation(), journal, post)
 
 
-class ScriptedAllocation:
+class ScriptedAllocation(Allocation):
     """An allocation that says what it is told to."""
 
     cluster = "slurm"
@@ -64,22 +64,7 @@ class ScriptedAllocation:
     ) -> inputs.RequeueAnswered | str:
         return self.answers.pop(0)
 
-    async def learn(self, history: object) -> None:
-        return None
-
-    async def hasten(self, clean: bool) -> None:
-        return None
-
-    def lacks(self) -> str:
-        return ""
-
     async def still_alive(self, owner: Epoch) -> str:
-        return ""
-
-    async def withdraw(self) -> str:
-        return ""
-
-    async def cancelled_before(self) -> str:
         return ""
 
     async def avoid(self, nodes: Sequence[str], before: Collection[str]) -> Avoided:

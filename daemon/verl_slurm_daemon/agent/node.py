@@ -35,24 +35,7 @@ from verl_slurm.program.programs import Moves
 from verl_slurm.slurm.slurm_environment import SlurmJob
 from verl_slurm.wire.hang_records import request_flights
 from verl_slurm.wire.lead_file import LeadAddress, read_lead_address
-from verl_slurm.wire.messages import (
-    MAX_REASON,
-    AgentReady,
-    Baseline,
-    DumpStacks,
-    FromRank,
-    Launch,
-    NodeExited,
-    NodeUnfit,
-    SaveRequest,
-    Shutdown,
-    SignalSeen,
-    SpotNoticeSeen,
-    StacksWritten,
-    StandsBy,
-    StoreAnswer,
-    ToAgent,
-)
+from verl_slurm.wire import messages as msg
 from verl_slurm_daemon.agent.agent_log import AgentLog
 from verl_slurm_daemon.agent.node_start import NodeStart, require_memory
 from verl_slurm_daemon.agent.orphan import SlurmSenses, see_off, slurm_job
@@ -102,7 +85,7 @@ class Agent:
         self._node, self._node_id = node, node_id
         self._log = AgentLog(paths.agent_log(epoch, node_id), f"{epoch} {node}")
         self._baselines: asyncio.Queue[tuple[tuple[str, ...], float]] = asyncio.Queue()
-        self._launches: asyncio.Queue[Launch] = asyncio.Queue()
+        self._launches: asyncio.Queue[msg.Launch] = asyncio.Queue()
         self._shutdown = asyncio.Event()
         self._lead_lost = asyncio.Event()
         self._warned = asyncio.Event()
@@ -147,7 +130,7 @@ class Agent:
                 broken = error.exit_code if isinstance(error, VerlSlurmError) else ExitCode.INTERNAL
                 told = self._report(error)
                 if self._link is not None:  # else the lead would wait a minute for an agent that never comes
-                    self._link.send(NodeExited(node=self._node, exit_code=int(broken), detail=told))
+                    self._link.send(msg.NodeExited(node=self._node, exit_code=int(broken), detail=told))
             # Reached by each way out but Ctrl-C, errors included: a killed lead ends the job without a requeue.
             released = await self._leave(job)
         finally:  # by Ctrl-C, too
@@ -168,7 +151,7 @@ class Agent:
         except WireError as error:
             raise failed or error from error
         if self._generation:
-            link.send(StandsBy(node=self._node, generation=self._generation))
+            link.send(msg.StandsBy(node=self._node, generation=self._generation))
         self._tasks = [asyncio.create_task(self._listen(link))]
         if failed is not None:
             raise failed
@@ -186,7 +169,7 @@ class Agent:
             self._lifeline = await Lifeline.open(self._ranks.directory)
         self._tasks.append(asyncio.create_task(self._ranks.serve()))
         link.send(
-            AgentReady(
+            msg.AgentReady(
                 node=self._node,
                 node_id=self._node_id,
                 address=link.own_host,
@@ -221,9 +204,9 @@ class Agent:
         self._log.say("health", found=told)
         wrong = [one for one in checked if one.verdict == "bad"]
         if wrong:
-            evidence = printable("; ".join(f"{one.topic}: {one.found}" for one in wrong))[:MAX_REASON]
+            evidence = printable("; ".join(f"{one.topic}: {one.found}" for one in wrong))[:msg.MAX_REASON]
             passing = all(one.passing for one in wrong)
-            link.send(NodeUnfit(node=self._node, evidence=evidence, passing=passing))
+            link.send(msg.NodeUnfit(node=self._node, evidence=evidence, passing=passing))
             await self._first(asyncio.sleep(_HEARD_S))
         return not wrong
 
@@ -278,7 +261,7 @@ class Agent:
         # Before NodeExited: a Saved or Finished that a rank sent just before its end may still lie in the socket.
         await ranks.drain()
         detail = "" if exit_code == 0 else moves.as_submitted(first_cause(log))
-        link.send(NodeExited(node=self._node, exit_code=exit_code, detail=detail))
+        link.send(msg.NodeExited(node=self._node, exit_code=exit_code, detail=detail))
         # Sent is not heard: a lead that dies late, or with its node, would take the news with it. It says Shutdown.
         await self._first(asyncio.sleep(_HEARD_S))
 
@@ -297,7 +280,7 @@ class Agent:
             cloud, lambda problem: self._log.say("spot_notices", cloud=cloud, problem=problem)
         )
         self._log.say("spot_notices", loud=True, evidence=notice.evidence, seconds_left=notice.seconds_left)
-        link.send(SpotNoticeSeen(node=self._node, evidence=notice.evidence, seconds_left=notice.seconds_left))
+        link.send(msg.SpotNoticeSeen(node=self._node, evidence=notice.evidence, seconds_left=notice.seconds_left))
 
     async def _first(self, wanted: Coroutine[Any, Any, T]) -> T | None:
         """Returns the result of `wanted`, or None if a shutdown or the loss of the lead comes first."""
@@ -333,7 +316,7 @@ class Agent:
         )
         if self._link is not None:
             if known.released and known.link_up:  # else a lead would take this end for the loss of the node
-                self._link.send(NodeExited(node=self._node, exit_code=0, detail=""))
+                self._link.send(msg.NodeExited(node=self._node, exit_code=0, detail=""))
             await self._link.close()  # a lead that lives sees it, and knows
         # No launcher is forked any more, so a thread may write: storage that hangs must not delay the requeue.
         self._log.detach()
@@ -405,22 +388,22 @@ class Agent:
             # However the link ended: `leaving.decide` finds out whether the lead lives.
             self._lead_lost.set()
 
-    def _from_lead(self, message: ToAgent) -> None:
+    def _from_lead(self, message: msg.ToAgent) -> None:
         match message:
-            case Baseline():
+            case msg.Baseline():
                 self._baselines.put_nowait((message.places, time.time() - message.time))
-            case Launch():
+            case msg.Launch():
                 self._launches.put_nowait(message)
-            case SaveRequest():
+            case msg.SaveRequest():
                 assert self._ranks is not None
                 # By the page and not by a socket: ranks look at each safe point, which has to cost one read of memory.
                 self._ranks.page.post(message)
-            case StoreAnswer():
+            case msg.StoreAnswer():
                 assert self._store is not None
                 self._store.answer(message)
-            case DumpStacks():
+            case msg.DumpStacks():
                 self._dumping = asyncio.create_task(self._dump_stacks())
-            case Shutdown():
+            case msg.Shutdown():
                 self._log.say("shutdown")
                 self._shutdown.set()
             case _:
@@ -433,9 +416,9 @@ class Agent:
         await write_stacks(log)
         asked = request_flights(self._ranks.directory) if self._ranks is not None else 0
         await asyncio.sleep(_FLIGHTS_S if asked else _STACKS_S)
-        self._link.send(StacksWritten(node=self._node, log=str(log)))
+        self._link.send(msg.StacksWritten(node=self._node, log=str(log)))
 
-    def _from_rank(self, message: FromRank) -> None:
+    def _from_rank(self, message: msg.FromRank) -> None:
         assert self._link is not None
         self._link.send(message)
         if self._metrics is not None:
@@ -449,7 +432,7 @@ class Agent:
             if name == "SIGTERM":
                 self._warned.set()
         else:
-            self._link.send(SignalSeen(node=self._node, signal=signal.Signals[name].value))
+            self._link.send(msg.SignalSeen(node=self._node, signal=signal.Signals[name].value))
 
 
 def _free_port(host: str) -> int:

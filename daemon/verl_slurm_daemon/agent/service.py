@@ -37,13 +37,7 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.services_section import ServiceConfig
 from verl_slurm.program.programs import Moves
 from verl_slurm.slurm.rank_setup import python_of
-from verl_slurm.wire.environment import (
-    HOST_PID_VARIABLE,
-    HOST_VARIABLE,
-    INDEX_VARIABLE,
-    PORT_VARIABLE,
-    SERVICE_TOKEN_VARIABLE,
-)
+from verl_slurm.wire import environment
 from verl_slurm.wire.framing import relay_key, services_token
 from verl_slurm.wire.http import Listener, listener_of
 from verl_slurm.wire.lead_file import read_lead_address
@@ -345,11 +339,11 @@ class ServiceHost:
         if program.endswith(".py"):
             inherited = made.get("PYTHONPATH", "")
             made["PYTHONPATH"] = ":".join(part for part in (inherited, str(Path(program).parent)) if part)
-        made |= {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", HOST_PID_VARIABLE: str(os.getpid())}
+        made |= {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", environment.HOST_PID_VARIABLE: str(os.getpid())}
         gpus = set_aside(self._config, "gpus", os.environ)[self._name]
         made["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        place = {HOST_VARIABLE: SERVICE_HOST, PORT_VARIABLE: str(port), INDEX_VARIABLE: str(self._index)}
-        return made | place | {SERVICE_TOKEN_VARIABLE: token}
+        place = {environment.HOST_VARIABLE: SERVICE_HOST, environment.PORT_VARIABLE: str(port), environment.INDEX_VARIABLE: str(self._index)}
+        return made | place | {environment.SERVICE_TOKEN_VARIABLE: token}
 
     def _cpus(self) -> set[int]:
         return {int(cpu) for cpu in set_aside(self._config, "cpus", os.environ)[self._name]}

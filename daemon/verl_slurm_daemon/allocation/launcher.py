@@ -11,13 +11,7 @@ from verl_slurm.base.search_path import clean_environment
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.services_section import nodes_of_services
 from verl_slurm.containers.runtimes import agents_inside, contained_argv, ranks_inside
-from verl_slurm.wire.environment import (
-    CONTROL_VARIABLE,
-    EPOCH_VARIABLE,
-    GENERATION_VARIABLE,
-    RESUME_VARIABLE,
-    RUN_VARIABLE,
-)
+from verl_slurm.wire import environment
 from verl_slurm.wire.hang_records import flight_environment
 from verl_slurm.wire.messages import Launch
 from verl_slurm_daemon.allocation.contract import StepPlacement, TooFewNodes
@@ -227,15 +221,15 @@ def launcher_env(
     flights = paths.flight(launch.epoch, launch.generation)
     own |= flight_environment(flights, control, config.health.flight_records)
     own |= tracker_environment(paths, config.name)
-    fixed = {CONTROL_VARIABLE: str(control), "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    fixed = {environment.CONTROL_VARIABLE: str(control), "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     fixed["PYTHONSAFEPATH"] = "1"  # nothing is imported from the directory in which the user submitted
     # Our own trainer gets these in its command line; a guest's is the user's.
     if config.trainer.is_guest:
         fixed |= {
-            RUN_VARIABLE: str(paths.root),
-            EPOCH_VARIABLE: str(launch.epoch),
-            GENERATION_VARIABLE: str(launch.generation),
-            RESUME_VARIABLE: launch.resume,
+            environment.RUN_VARIABLE: str(paths.root),
+            environment.EPOCH_VARIABLE: str(launch.epoch),
+            environment.GENERATION_VARIABLE: str(launch.generation),
+            environment.RESUME_VARIABLE: launch.resume,
         }
     program = config.trainer.command[:1]
     # The user named the file, so its neighbours may be imported as well.

@@ -77,11 +77,12 @@ class Ground(NamedTuple):
     paths: RunPaths
     config: RunConfig
     allocation: Allocation
-    failed: OSError | PermissionRefused | None = None
+    failed: OSError | VerlSlurmError | None = None
 
 
-def prepare(root: Path, hostfile: Path | None) -> Ground:
-    """Reads the configuration and makes the run's directories.
+async def prepare(root: Path, hostfile: Path | None) -> Ground:
+    """Reads the configuration and makes the run's directories. Tries until storage answers, the pauses are over, or a
+    signal comes: Slurm's warning or a cancel, about which the lead decides.
 
     Raises:
         VerlSlurmError: the configuration or the hostfile is wrong. Slurm is told not to start this job again.
@@ -108,59 +109,29 @@ def prepare(root: Path, hostfile: Path | None) -> Ground:
             host = hosts[0].name
         return paths, config, host
 
-    paths, config, host = RunPaths(Path(os.path.abspath(root))), RunConfig(), ""
-    failed: OSError | PermissionRefused | None = None
-    # ---- try until storage answers, the pauses are over, or a signal comes
-    for pause in (*IN_PLACE_S, None):
+    async def look() -> tuple[RunPaths, RunConfig, str] | PermissionRefused:
         try:
-            (paths, config, host), failed = _in_thread(attempt), None
-            break
-        # Storage may answer in a moment. A `VerlSlurmError` passes: the file was read, and is wrong.
-        except OSError as error:
-            failed = error
+            return await spoken(asyncio.to_thread(attempt), "the look at the run directory")
         except PermissionRefused as error:
-            if not restarted:
+            if restarted:
                 raise
-            failed = error
-        if pause is None:
-            break
-        say_again(failed, pause)
-        # Slurm's warning or a cancel: the lead decides about it, and half a minute of its grace time may not pass here.
-        if _interrupted(pause):
-            break
+            return error  # no later try changes it
+
+    paths, config, host = RunPaths(Path(os.path.abspath(root))), RunConfig(), ""
+    failed: OSError | VerlSlurmError | None = None
+    try:
+        # Signals are blocked until the lead listens, and stay pending for it.
+        found = await patiently(look, lambda: bool(signal.sigpending() & set(SIGNALS)), say_again)
+    except ENVIRONMENT as error:
+        found, failed = (paths, config, host), error
+    if isinstance(found, PermissionRefused):
+        raise found
+    paths, config, host = found
     if hostfile is not None:
         return Ground(paths, config, HostfileAllocation(config, paths, host), failed)
     if job is None:
         return Ground(paths, config, LocalAllocation(config, paths), failed)
     return Ground(paths, config, SlurmAllocation(job, config, paths), failed)
-
-
-def _in_thread(work: Callable[[], T]) -> T:
-    """Returns the result of `work`. A call that storage does not answer cannot be ended: it is left to its thread.
-
-    Raises:
-        TimeoutError: storage had not answered when Slurm wanted the nodes, or the user the end.
-    """
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - raised by `result`
-            future.set_exception(error)
-
-    # No executor: the interpreter would wait for its threads.
-    threading.Thread(target=run, daemon=True).start()
-    began, since, told_s = time.monotonic(), None, _FIRST_WORD_S
-    while not wait([future], timeout=_LOOK_S).done:
-        if time.monotonic() - began > told_s:
-            _say(f"the run directory does not answer for {told_s:.0f} s: the start waits")
-            told_s *= 2
-        if signal.sigpending() & set(SIGNALS):
-            since = since or time.monotonic()
-            if time.monotonic() - since > _LAST_WAIT_S:
-                raise TimeoutError(errno.ETIMEDOUT, _SILENT)
-    return future.result()
 
 
 async def answered(work: Callable[[], T]) -> T:
@@ -237,17 +208,20 @@ async def _or_interrupted(work: Coroutine[Any, Any, T], interrupted: Callable[[]
     return task.result()
 
 
-async def spoken(work: Awaitable[T], what: str, journal: Journal) -> T:
-    """Returns the result of `work`; says now and then that it still waits for it."""
+async def spoken(work: Awaitable[T], what: str, journal: Journal | None = None) -> T:
+    """Returns the result of `work`; says now and then that it still waits for it: in the journal, or in the log alone."""
 
     async def say() -> None:
         pause = _FIRST_WORD_S
         while True:
             await asyncio.sleep(pause)
-            # In a thread, and first: where the journal itself does not answer, a write would stop the lead's loop.
-            await asyncio.to_thread(os.stat, journal.paths.events)
             text = f"{what} is not done after {pause:.0f} s: storage is slow, or does not answer; the start waits"
-            journal.write(Warned("start", text))
+            if journal is None:
+                _say(text)
+            else:
+                # In a thread, and first: where the journal itself does not answer, a write would stop the lead's loop.
+                await asyncio.to_thread(os.stat, journal.paths.events)
+                journal.write(Warned("start", text))
             pause *= 2
 
     words = asyncio.create_task(say())
@@ -324,15 +298,6 @@ def failed_code(error: OSError | VerlSlurmError) -> ExitCode:
         return error.exit_code
     return _CODES.get(error.errno or 0, ExitCode.NO_PROGRESS)
 
-
-def _interrupted(seconds: float) -> bool:
-    """Waits that long; returns whether a signal arrived. The signal stays pending for the lead."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        if signal.sigpending() & set(SIGNALS):
-            return True
-        time.sleep(_LOOK_S)  # a blocked signal wakes no process, and sigwait would consume it
-    return False
 
 
 def check_code(paths: RunPaths, config: RunConfig) -> list[ev.Event]:

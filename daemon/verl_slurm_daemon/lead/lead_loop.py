@@ -52,18 +52,7 @@ from verl_slurm_daemon.decide.policy import decide
 from verl_slurm_daemon.descendants import bury_orphans, listen
 from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.lead.attempt import Attempt
-from verl_slurm_daemon.lead.attempt_start import (
-    ENVIRONMENT,
-    SIGNALS,
-    answered,
-    check_code,
-    patiently,
-    prepare,
-    require_mounted,
-    say_again,
-    spoken,
-    start_failed,
-)
+from verl_slurm_daemon.lead import attempt_start
 from verl_slurm_daemon.lead.effects import Effects
 from verl_slurm_daemon.lead.hook_runs import Hooks
 
@@ -119,11 +108,11 @@ class Lead:
         # At once: when it reads a save back at the end of a job, the node may have no thread left to give.
         keep_threads(loop)
         bury_orphans(loop)
-        for number in SIGNALS:
+        for number in attempt_start.SIGNALS:
             name = signal.Signals(number).name
             listen(loop, number, partial(self._events.put_nowait, inputs.SignalArrived(name, "lead")))
         # Who started us blocked them, so that none was lost, or deadly, before there was somebody to hear it.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, attempt_start.SIGNALS)
         try:
             mine = await self._take_run()
         except VerlSlurmError:
@@ -176,8 +165,8 @@ class Lead:
 
         if self._failed is None:
             try:
-                return await patiently(take, self._is_signalled, say_again)
-            except ENVIRONMENT as error:
+                return await attempt_start.patiently(take, self._is_signalled, attempt_start.say_again)
+            except attempt_start.ENVIRONMENT as error:
                 self._failed = error
         return None
 
@@ -225,7 +214,7 @@ class Lead:
         elif code is not ExitCode.REQUEUE_FAILED and (said := await self._allocation.withdraw()):
             journal.write(ev.Notice("Slurm", said))
         try:
-            ours = mine is None or await answered(lambda: read_epoch(self._paths)) == mine
+            ours = mine is None or await attempt_start.answered(lambda: read_epoch(self._paths)) == mine
         except OSError:  # it cannot be told; the epoch is in the line
             ours = True
         if ours:
@@ -321,15 +310,15 @@ class Lead:
 
     async def _first_event(self, journal: Journal, effects: Effects) -> inputs.Input:
         if self._failed is not None:
-            return await start_failed(self._paths, self._allocation, self._failed)
+            return await attempt_start.start_failed(self._paths, self._allocation, self._failed)
 
         def say(error: Exception, pause_s: float) -> None:
             journal.write(ev.Warned("start", f"{error}: tries again in {pause_s:.0f} s"))
 
         try:
-            return await patiently(lambda: self._first_try(journal, effects), self._is_signalled, say)
-        except ENVIRONMENT as error:
-            return await start_failed(self._paths, self._allocation, error)
+            return await attempt_start.patiently(lambda: self._first_try(journal, effects), self._is_signalled, say)
+        except attempt_start.ENVIRONMENT as error:
+            return await attempt_start.start_failed(self._paths, self._allocation, error)
 
     async def _first_try(self, journal: Journal, effects: Effects) -> inputs.Input:
         # Before the run is touched: a task of a chain, or a successor, whose predecessor was cancelled must not
@@ -355,7 +344,7 @@ class Lead:
                 f"scontrol update JobId={job} TimeLimit=MINUTES (an administrator), then scontrol release {job}"
             )
             return inputs.NeedsPerson(short, reason)
-        return await spoken(self._begin(journal, effects), "the look at data, image and code", journal)
+        return await attempt_start.spoken(self._begin(journal, effects), "the look at data, image and code", journal)
 
     async def _begin(self, journal: Journal, effects: Effects) -> inputs.Ready:
         """Checks the conditions for starting ranks.
@@ -366,7 +355,7 @@ class Lead:
         """
         notices: list[str] = []
         history = await asyncio.to_thread(read_history, self._paths)
-        await asyncio.to_thread(require_mounted, self._config, history)
+        await asyncio.to_thread(attempt_start.require_mounted, self._config, history)
         await asyncio.to_thread(check_image, self._config)
         root = data_of(self._config)
         if root is not None:
@@ -376,7 +365,7 @@ class Lead:
             await asyncio.to_thread(check_dataset, self._paths, root, trained_on=known, notice=notices.append)
         for text in notices:
             journal.write(ev.Notice("data", text))
-        for event in await asyncio.to_thread(check_code, self._paths, self._config):
+        for event in await asyncio.to_thread(attempt_start.check_code, self._paths, self._config):
             journal.write(event)
         await effects.open()
         if self._metrics is not None and (problem := await self._metrics.open(self._allocation.address)):
@@ -465,19 +454,18 @@ def run_lead(root: Path, hostfile: Path | None = None) -> NoReturn:
         hostfile: the hosts of a run without Slurm; this is the first of them.
     """
     # Blocked, not ignored: a signal that comes during the start stays pending until the lead listens.
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, attempt_start.SIGNALS)
     os.environ["PYTHONSAFEPATH"] = "1"  # for all we start: nothing is imported from the submitter's directory
-    try:
-        ground = prepare(root, hostfile)
-    except VerlSlurmError:
-        # The next start would fail in the same way, so Slurm is told not to make one.
-        if hostfile is None and (job := SlurmJob.from_environ(dict(os.environ))) is not None:
-            asyncio.run(SlurmAllocation(job, RunConfig(), RunPaths(root)).withdraw())
-        raise
-    lead = Lead(*ground)
 
     async def live() -> NoReturn:
-        _leave(await lead.run(), ground.allocation)
+        try:
+            ground = await attempt_start.prepare(root, hostfile)
+        except VerlSlurmError:
+            # The next start would fail in the same way, so Slurm is told not to make one.
+            if hostfile is None and (job := SlurmJob.from_environ(dict(os.environ))) is not None:
+                await SlurmAllocation(job, RunConfig(), RunPaths(root)).withdraw()
+            raise
+        _leave(await Lead(*ground).run(), ground.allocation)
 
     asyncio.run(live())
     raise AssertionError("unreachable")
@@ -492,7 +480,7 @@ def _leave(code: ExitCode, allocation: Allocation) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     if code is ExitCode.REQUEUED and isinstance(allocation, LocalAllocation):
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, attempt_start.SIGNALS)
         os.environ[LOCAL_RESTART_VARIABLE] = str(allocation.restart + 1)
         argv = [sys.executable, "-P", "-m", "verl_slurm_daemon", *sys.argv[1:]]
         os.execv(sys.executable, argv)  # noqa: S606 - an argument list of ours; no shell is what we want
