@@ -19,13 +19,13 @@ import psutil
 
 from tests.journals import Line, read_events
 from tests.ledger_stats import ledger_stats
+from tests.lines import follow_lines
 from tests.processes import captured, tell
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.journal.events import KINDS
 from verl_slurm.journal.status import read_status
-from tests.lines import follow_lines
 from verl_slurm.slurm.facts import JobFacts
 from verl_slurm.slurm.slurm_client import SlurmClient
 from verl_slurm.wire.environment import LOG_VARIABLE

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from verl_slurm.base.exit_codes import ExitCode
 from tests.lines import follow_lines
+from verl_slurm.base.exit_codes import ExitCode
 
 pytestmark = pytest.mark.slow
 

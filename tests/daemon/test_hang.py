@@ -21,19 +21,28 @@ def watch(*moves: tuple[str, *tuple[float, ...]]) -> HangWatch:
     return hang
 
 
-LOOP = (("started", 0, 0.0), ("passed", 0, 0, 30.0))  # its loop begins; a step takes 400 s, more than the floor
+LOOP = (
+    ("started", 0, 0.0),
+    ("passed", 0, 0, 30.0),
+)  # its loop begins; a step takes 400 s, more than the floor
 
 
 @pytest.mark.parametrize(
     ("moves", "hung_at"),
     [
         pytest.param([("started", 0, 0.0)], 900.0, id="loading has a limit of its own"),
-        pytest.param([("passed", 0, n + 1, float(n)) for n in range(3)], 62.0, id="a fast run gets the floor"),
         pytest.param(
-            [("passed", 0, n, at) for n, at in enumerate((0.0, 40.0, 45.0), 1)], 245.0, id="a slow run a multiple"
+            [("passed", 0, n + 1, float(n)) for n in range(3)], 62.0, id="a fast run gets the floor"
         ),
         pytest.param(
-            [("started", 0, 0.0), ("passed", 0, 1, 600.0)], 660.0, id="loading is no pace: the first safe point"
+            [("passed", 0, n, at) for n, at in enumerate((0.0, 40.0, 45.0), 1)],
+            245.0,
+            id="a slow run a multiple",
+        ),
+        pytest.param(
+            [("started", 0, 0.0), ("passed", 0, 1, 600.0)],
+            660.0,
+            id="loading is no pace: the first safe point",
         ),
         pytest.param(LOOP, 930.0, id="one safe point a step"),
         pytest.param([*LOOP, ("passed", 0, 1, 430.0)], 2430.0, id="the second step of such a loop"),
@@ -64,7 +73,9 @@ def test_nobody_hangs_who_has_not_spoken_and_one_that_loads_may_train_by_the_nex
 
 
 def test_the_rank_that_is_behind_is_named_and_where_all_stand_alike_none() -> None:
-    behind = watch(*(("passed", rank, 7, 0.0) for rank in range(4)), *(("passed", n, 8, 1.0) for n in (0, 1, 3)))
+    behind = watch(
+        *(("passed", rank, 7, 0.0) for rank in range(4)), *(("passed", n, 8, 1.0) for n in (0, 1, 3))
+    )
     silence = behind.silence(60.0)
     assert silence is not None
     assert (silence.ranks, silence.safe_points, silence.foremost) == ((2,), 7, 8)
@@ -77,7 +88,9 @@ def test_the_rank_that_is_behind_is_named_and_where_all_stand_alike_none() -> No
 
 
 def test_processes_of_ranks_that_are_all_done_have_to_end() -> None:
-    hang = watch(*((what, n, *at) for n in range(2) for what, *at in (("passed", 9, 0.0), ("finished", 10.0))))
+    hang = watch(
+        *((what, n, *at) for n in range(2) for what, *at in (("passed", 9, 0.0), ("finished", 10.0)))
+    )
     assert hang.silence(69.0) is None
     silence = hang.silence(70.0)
     assert silence is not None

@@ -1,11 +1,9 @@
 """The table of causes, row by row, as the pure function sees it."""
 
-from typing import get_args
-
 import msgspec
 import pytest
 from verl_slurm_daemon.decide import actions as act, inputs
-from verl_slurm_daemon.decide.lead_model import NEXT, FailureKind, Intent, Limits, Model, State, suspects
+from verl_slurm_daemon.decide.lead_model import FailureKind, Intent, Limits, Model, State, suspects
 from verl_slurm_daemon.decide.policy import decide
 
 from tests.journals import make_event
@@ -107,7 +105,11 @@ def test_a_signal_alone_asks_slurm_and_one_to_the_lead_meanwhile_is_asked_about_
         ("cancel", [act.SaveRequest], ExitCode.CANCELLED),
         ("requeued", [act.SaveRequest], ExitCode.REQUEUED),
         ("node_lost", [act.TakeDown], ExitCode.REQUEUED),  # Slurm requeues it
-        ("failed", [act.AskRequeue, act.TakeDown], ExitCode.REQUEUED),  # a rank's node is gone: none could save
+        (
+            "failed",
+            [act.AskRequeue, act.TakeDown],
+            ExitCode.REQUEUED,
+        ),  # a rank's node is gone: none could save
     ],
 )
 def test_each_cause_has_its_own_end(kind: CauseKind, done: list[type], code: ExitCode | None) -> None:

@@ -29,13 +29,6 @@ from verl_slurm.wire.messages import (
 RANKS = 2
 NODES = st.sampled_from(["", "n1", "n2"])
 SECONDS = st.sampled_from([None, 5.0, 100.0])
-PROGRESS = Progress(rank=0, step=3, phase="generate", index=1, safe_points=1, new_rollouts=0)
-
-
-def moved(rollouts: int) -> inputs.RankSaid:
-    return inputs.RankSaid(
-        Progress(rank=0, step=3, phase="generate", index=1, safe_points=1, new_rollouts=rollouts)
-    )
 
 
 class Policy(RuleBasedStateMachine):
@@ -76,7 +69,7 @@ class Policy(RuleBasedStateMachine):
             case act.AskCause():
                 assert "cause" not in self.owed, "two questions at once"
                 self.owed.append("cause")
-            case act.SaveRequest(request_id, stop, seconds_left):
+            case act.SaveRequest(seconds_left=seconds_left):
                 ids = [one.request_id for one in self.done if isinstance(one, act.SaveRequest)]
                 assert ids == sorted(set(ids)), "each request has a number of its own"
                 self.deadline |= seconds_left is not None
@@ -106,7 +99,9 @@ class Policy(RuleBasedStateMachine):
             return
         assert self.owed or self.step, f"{self.model.state}: nothing is to come"
         if self.model.state is State.SAVING and not self.deadline:
-            assert self.model.saves_unbounded or not self.model.cause, "a save that the job's end does not wait for"
+            assert self.model.saves_unbounded or not self.model.cause, (
+                "a save that the job's end does not wait for"
+            )
 
     @invariant()
     def a_cancel_stays_one(self) -> None:
@@ -238,9 +233,7 @@ class Policy(RuleBasedStateMachine):
             inputs.LeaveNode(node or "n3", "bad_node", "GPUs"),
             inputs.LeaveNode(node or "n3", "reclaimed", "AWS", 100.0),
         ]
-        event = data.draw(st.sampled_from(failures))
-        # A node that its cloud takes back names its end.
-        self.feed(event)
+        self.feed(data.draw(st.sampled_from(failures)))
 
     @precondition(lambda self: self.model.state is not State.STARTING)
     @rule()

@@ -74,9 +74,12 @@ def test_a_requeue_is_no_end_and_what_has_not_grown_is_not_read(
 ) -> None:
     a = make_run(tmp_path / "a", job_id="1")
     real, reads = fleet_follow.read_events_after, list[Path]()
-    monkeypatch.setattr(
-        fleet_follow, "read_events_after", lambda paths, at: (reads.append(paths.root), real(paths, at))[1]
-    )
+
+    def read(paths: RunPaths, offset: int, **how: bool) -> tuple[list[Event], int]:
+        reads.append(paths.root)
+        return real(paths, offset, **how)
+
+    monkeypatch.setattr(fleet_follow, "read_events_after", read)
     code, told, _ = follow(tmp_path, end(a, 25), *[lambda: None] * 5, end(a))
     assert (code, [kind for _, kind in told]) == (0, ["ended", "ended"])
     assert len(reads) == 2

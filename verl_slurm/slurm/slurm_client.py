@@ -17,9 +17,8 @@ from typing import Literal
 import msgspec
 
 from verl_slurm.base.errors import NotFound, SlurmMissing, SlurmRefused
-from verl_slurm.slurm import commands
+from verl_slurm.slurm import commands, parse
 from verl_slurm.slurm.facts import JobFacts, NodeFacts, PartitionFacts
-from verl_slurm.slurm import parse
 from verl_slurm.slurm.requeue_rules import RequeueOutcome, is_answer, names_expedite, offered, refuse_requeue
 from verl_slurm.slurm.runner import Completed, run_command, slurm_words, waiting_for
 
@@ -120,7 +119,13 @@ class SlurmClient:
         )
 
     async def _change(
-        self, argv: list[str], what: str, where: object, remedy: str | None = None, *, within_s: float | None = None
+        self,
+        argv: list[str],
+        what: str,
+        where: object,
+        remedy: str | None = None,
+        *,
+        within_s: float | None = None,
     ) -> None:
         """Runs a command that changes something.
 
@@ -162,7 +167,9 @@ class SlurmClient:
         `job`."""
         argv = commands.show_partition(partition)
         text = await self._ask(argv, "Slurm has no such partition", partition, _ASIDE_S)
-        conf = parse.parse_config(await self._ask(commands.show_config(), "Slurm has no config", None, _ASIDE_S))
+        conf = parse.parse_config(
+            await self._ask(commands.show_config(), "Slurm has no config", None, _ASIDE_S)
+        )
         # with preempt/qos the grace time is the QOS's, which sacctmgr shows and scontrol does not
         return (
             parse.parse_partition(text, partition).grace_s == 0
@@ -233,7 +240,9 @@ class SlurmClient:
 
     async def partitions(self) -> list[PartitionFacts]:
         """Returns all partitions. Raises SlurmMissing."""
-        return parse.parse_partitions(await self._ask(commands.show_partitions(), "Slurm has no partitions", None))
+        return parse.parse_partitions(
+            await self._ask(commands.show_partitions(), "Slurm has no partitions", None)
+        )
 
     async def cluster_name(self) -> str:
         """Returns the name of the cluster that answers; empty: it does not say. Raises SlurmMissing."""

@@ -33,9 +33,9 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.containers.runtimes import ranks_inside
 from verl_slurm.program.programs import Moves
 from verl_slurm.slurm.slurm_environment import SlurmJob
+from verl_slurm.wire import messages as msg
 from verl_slurm.wire.hang_records import request_flights
 from verl_slurm.wire.lead_file import LeadAddress, read_lead_address
-from verl_slurm.wire import messages as msg
 from verl_slurm_daemon.agent.agent_log import AgentLog
 from verl_slurm_daemon.agent.node_start import NodeStart, require_memory
 from verl_slurm_daemon.agent.orphan import SlurmSenses, see_off, slurm_job
@@ -204,7 +204,7 @@ class Agent:
         self._log.say("health", found=told)
         wrong = [one for one in checked if one.verdict == "bad"]
         if wrong:
-            evidence = printable("; ".join(f"{one.topic}: {one.found}" for one in wrong))[:msg.MAX_REASON]
+            evidence = printable("; ".join(f"{one.topic}: {one.found}" for one in wrong))[: msg.MAX_REASON]
             passing = all(one.passing for one in wrong)
             link.send(msg.NodeUnfit(node=self._node, evidence=evidence, passing=passing))
             await self._first(asyncio.sleep(_HEARD_S))
@@ -280,7 +280,9 @@ class Agent:
             cloud, lambda problem: self._log.say("spot_notices", cloud=cloud, problem=problem)
         )
         self._log.say("spot_notices", loud=True, evidence=notice.evidence, seconds_left=notice.seconds_left)
-        link.send(msg.SpotNoticeSeen(node=self._node, evidence=notice.evidence, seconds_left=notice.seconds_left))
+        link.send(
+            msg.SpotNoticeSeen(node=self._node, evidence=notice.evidence, seconds_left=notice.seconds_left)
+        )
 
     async def _first(self, wanted: Coroutine[Any, Any, T]) -> T | None:
         """Returns the result of `wanted`, or None if a shutdown or the loss of the lead comes first."""

@@ -339,10 +339,18 @@ class ServiceHost:
         if program.endswith(".py"):
             inherited = made.get("PYTHONPATH", "")
             made["PYTHONPATH"] = ":".join(part for part in (inherited, str(Path(program).parent)) if part)
-        made |= {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", environment.HOST_PID_VARIABLE: str(os.getpid())}
+        made |= {
+            "PYTHONSAFEPATH": "1",
+            "PYTHONUNBUFFERED": "1",
+            environment.HOST_PID_VARIABLE: str(os.getpid()),
+        }
         gpus = set_aside(self._config, "gpus", os.environ)[self._name]
         made["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        place = {environment.HOST_VARIABLE: SERVICE_HOST, environment.PORT_VARIABLE: str(port), environment.INDEX_VARIABLE: str(self._index)}
+        place = {
+            environment.HOST_VARIABLE: SERVICE_HOST,
+            environment.PORT_VARIABLE: str(port),
+            environment.INDEX_VARIABLE: str(self._index),
+        }
         return made | place | {environment.SERVICE_TOKEN_VARIABLE: token}
 
     def _cpus(self) -> set[int]:

@@ -221,7 +221,11 @@ def launcher_env(
     flights = paths.flight(launch.epoch, launch.generation)
     own |= flight_environment(flights, control, config.health.flight_records)
     own |= tracker_environment(paths, config.name)
-    fixed = {environment.CONTROL_VARIABLE: str(control), "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    fixed = {
+        environment.CONTROL_VARIABLE: str(control),
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
     fixed["PYTHONSAFEPATH"] = "1"  # nothing is imported from the directory in which the user submitted
     # Our own trainer gets these in its command line; a guest's is the user's.
     if config.trainer.is_guest:

@@ -4,8 +4,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Collection, Sequence
-from datetime import datetime
+from collections.abc import Sequence
 from typing import Literal
 
 from verl_slurm.base.exit_codes import ExitCode
@@ -15,9 +14,8 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import KnownProcess
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.services_section import nodes_of_services
-from verl_slurm.journal.events import RequeueAsked, Started, StartOverruled
+from verl_slurm.journal.events import RequeueAsked, Started
 from verl_slurm.journal.files import read_events
-from verl_slurm.journal.history import History
 from verl_slurm.wire.environment import LOCAL_RESTART_VARIABLE
 from verl_slurm_daemon.allocation.contract import Allocation, Outlook
 from verl_slurm_daemon.decide.inputs import CauseKnown, RequeueAnswered

@@ -11,10 +11,8 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -209,7 +207,7 @@ async def _or_interrupted(work: Coroutine[Any, Any, T], interrupted: Callable[[]
 
 
 async def spoken(work: Awaitable[T], what: str, journal: Journal | None = None) -> T:
-    """Returns the result of `work`; says now and then that it still waits for it: in the journal, or in the log alone."""
+    """Returns the result of `work`; says now and then that it still waits: in the journal, or in the log alone."""
 
     async def say() -> None:
         pause = _FIRST_WORD_S
@@ -297,7 +295,6 @@ def failed_code(error: OSError | VerlSlurmError) -> ExitCode:
     if isinstance(error, VerlSlurmError):
         return error.exit_code
     return _CODES.get(error.errno or 0, ExitCode.NO_PROGRESS)
-
 
 
 def check_code(paths: RunPaths, config: RunConfig) -> list[ev.Event]:

@@ -51,8 +51,8 @@ from verl_slurm_daemon.decide.lead_model import Limits, Model, State
 from verl_slurm_daemon.decide.policy import decide
 from verl_slurm_daemon.descendants import bury_orphans, listen
 from verl_slurm_daemon.journal import Journal
-from verl_slurm_daemon.lead.attempt import Attempt
 from verl_slurm_daemon.lead import attempt_start
+from verl_slurm_daemon.lead.attempt import Attempt
 from verl_slurm_daemon.lead.effects import Effects
 from verl_slurm_daemon.lead.hook_runs import Hooks
 
@@ -316,7 +316,9 @@ class Lead:
             journal.write(ev.Warned("start", f"{error}: tries again in {pause_s:.0f} s"))
 
         try:
-            return await attempt_start.patiently(lambda: self._first_try(journal, effects), self._is_signalled, say)
+            return await attempt_start.patiently(
+                lambda: self._first_try(journal, effects), self._is_signalled, say
+            )
         except attempt_start.ENVIRONMENT as error:
             return await attempt_start.start_failed(self._paths, self._allocation, error)
 
@@ -344,7 +346,9 @@ class Lead:
                 f"scontrol update JobId={job} TimeLimit=MINUTES (an administrator), then scontrol release {job}"
             )
             return inputs.NeedsPerson(short, reason)
-        return await attempt_start.spoken(self._begin(journal, effects), "the look at data, image and code", journal)
+        return await attempt_start.spoken(
+            self._begin(journal, effects), "the look at data, image and code", journal
+        )
 
     async def _begin(self, journal: Journal, effects: Effects) -> inputs.Ready:
         """Checks the conditions for starting ranks.
