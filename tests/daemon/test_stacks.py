@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from verl_slurm_daemon.descendants import listeners, write_stacks
+from verl_slurm_daemon.agent.node import write_stacks
+from verl_slurm_daemon.descendants import listeners
 
 from verl_slurm.wire.environment import LOG_VARIABLE, STACKS_SIGNAL
 

@@ -69,9 +69,7 @@ class Followed(msgspec.Struct, kw_only=True):
         Args:
             newest: of much more, the newest events alone; otherwise a part, and the next call goes on.
 
-        Raises:
-            FileNotFoundError: there is no journal.
-            OSError, TooMuch: it cannot be read.
+        Raises FileNotFoundError: there is no journal. OSError, TooMuch: it cannot be read.
         """
         paths = RunPaths(self.root)
         if _size(paths.events) == self.offset:
@@ -101,15 +99,12 @@ def follow_run(
     """Hands every event after `offset` to `on_event` until the run has ended, over all its requeues.
 
     Args:
-        paths: the run.
         offset: bytes of events.jsonl that are history.
         on_event: gets each event. The last one may be ours: `gone`, for a job that ended without a word.
         on_status: gets the content of status.json whenever it has changed.
 
-    Returns:
-        The run's exit code: that of the last lead of its newest job, or the scheduler's if a lead died without a
-            word.
-        An end that another submission follows in the journal is reported, and is not the run's.
+    Returns the run's exit code: that of the last lead of its newest job, or the scheduler's if a lead died without a
+    word. An end that another submission follows in the journal is reported, and is not the run's.
     """
     run = Followed(root=paths.root, state="", alive=True, offset=offset)
     patience_s, code = _SILENCE_S[last_job(paths).cluster], ExitCode.OK
@@ -181,17 +176,11 @@ class FleetWatch:
     def follow(
         self, on_turn: Callable[[], None], sleep: Callable[[float], object] = time.sleep
     ) -> ExitCode | int:
-        """Follows until no run lives any more.
+        """Follows until no run lives any more; returns OK, or the highest code with which a run ended meanwhile.
 
         Args:
             on_turn: called first when all runs are known, then whenever something was reported.
             sleep: replaced in tests.
-
-        Returns:
-            OK, or the highest code with which a run ended meanwhile.
-
-        Raises:
-            OSError: the place cannot be read.
         """
         # ---- find the runs, and ask once which of them still live
         self.find()
@@ -352,12 +341,9 @@ def watched(directory: Path, names: set[str] | None = None) -> Iterator[Callable
 def follow_newest(
     directory: Path, newest: Callable[[], Path | None], num_lines: int | None = None
 ) -> Iterator[tuple[Path, bytes]]:
-    """Yields (file, line) of the newest file in `directory`, to its end before that of the next one.
-
-    Never ends by itself.
+    """Yields (file, line) of the newest file in `directory`, to its end before that of the next one. Never ends.
 
     Args:
-        directory: must exist.
         newest: returns the newest file now; None: there is none yet.
         num_lines: skip all but so many of the existing lines; None: skip none.
     """

@@ -121,16 +121,11 @@ def offered(sbatch_help: str, conf: Mapping[str, str]) -> bool:
 def sparable(
     nodes: Sequence[str], usable: Mapping[str, str], excluded: Collection[str], needed: int
 ) -> tuple[str, ...]:
-    """Returns those of `nodes` that can be excluded, the first ones first: of each kind, enough nodes stay.
+    """Returns those of `nodes`, the first ones first, that a job of `needed` nodes can do without: of each kind,
+    enough stay.
 
-    Nodes of the same kind that are up are counted: others may lack what a constraint or a GPU request asks for, and
-    nothing withdraws an exclusion while a job waits. A node that is down is left to Slurm.
-
-    Args:
-        nodes: in the order in which they matter.
-        usable: kinds by node (`parse.parse_usable_nodes`).
-        excluded: nodes that the user excludes.
-        needed: the job's number of nodes.
+    Nodes of the same kind that are up are counted (`usable`: kinds by node): others may lack what a constraint or a GPU
+    request asks for, and nothing withdraws an exclusion while a job waits. A node that is down is left to Slurm.
     """
     left = Counter(kind for node, kind in usable.items() if node not in excluded)
     spared = []

@@ -127,12 +127,7 @@ class SlurmClient:
         *,
         within_s: float | None = None,
     ) -> None:
-        """Runs a command that changes something.
-
-        Raises:
-            SlurmRefused: Slurm said no; `what` names what was not done.
-            SlurmMissing: no answer.
-        """
+        """Runs a command that changes something. Raises SlurmRefused: Slurm said no. SlurmMissing: no answer."""
         done = await self.run(argv, within_s)
         # scancel may say so with an exit code of 0.
         if done.exit_code != 0 or (argv[0] == "scancel" and "error" in done.stderr.lower()):
@@ -338,14 +333,10 @@ class SlurmClient:
         await self._change(argv, "Slurm did not signal the job", job_id, "squeue --me lists your jobs")
 
     async def submit(self, words: Sequence[str], what: str, *, where: object = None, remedy: str = "") -> int:
-        """Queues a batch job (`sbatch --parsable WORDS`) and returns its id.
+        """Queues a batch job (`sbatch --parsable WORDS`) and returns its id. `what` names it in an error.
 
-        Args:
-            what: names the job in an error, e.g. `the urgent job`.
-
-        Raises:
-            SlurmRefused: sbatch refused; the error quotes it.
-            SlurmMissing: no answer, or one that is not understood; the job may have been queued anyway.
+        Raises SlurmRefused: sbatch refused; the error quotes it. SlurmMissing: no answer, or one that is not
+        understood; the job may have been queued anyway.
         """
         # Not asked again by itself: an answer that was lost does not tell whether the job is queued.
         done = await self.run(["sbatch", "--parsable", *words])
@@ -376,14 +367,12 @@ class SlurmClient:
         of the job when this returns. A job that its user has cancelled is never requeued.
 
         Args:
-            job_id: the job.
             delay_s: seconds until it may start. If the job is still COMPLETING by then, Slurm uses its own delay.
             own_restarts: SLURM_RESTART_COUNT of the running attempt.
             now: slurmctld's clock; a node's clock may be minutes off.
             hold: it must not start before a person releases it.
 
-        Raises:
-            SlurmMissing, NotFound: Slurm could not be asked; nothing was changed.
+        Raises SlurmMissing, NotFound: Slurm could not be asked; nothing was changed.
         """
         began = time.monotonic()
         # Read just before: `scontrol requeue` revives a job that its user has cancelled, with exit code 0.

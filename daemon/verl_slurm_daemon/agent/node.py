@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, assert_never
 
 from verl_slurm.base.errors import VerlSlurmError, WireError
 from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.files import open_log
 from verl_slurm.base.one_line import printable
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import become_subreaper
@@ -34,6 +35,7 @@ from verl_slurm.containers.runtimes import ranks_inside
 from verl_slurm.program.programs import Moves
 from verl_slurm.slurm.slurm_environment import SlurmJob
 from verl_slurm.wire import messages as msg
+from verl_slurm.wire.environment import STACKS_SIGNAL
 from verl_slurm.wire.hang_records import request_flights
 from verl_slurm.wire.lead_file import LeadAddress, read_lead_address
 from verl_slurm_daemon.agent.agent_log import AgentLog
@@ -48,9 +50,9 @@ from verl_slurm_daemon.descendants import (
     bury_orphans,
     kill_tree,
     listen,
+    listeners,
     spare_former_children,
     tail,
-    write_stacks,
 )
 from verl_slurm_daemon.link.channel import CONNECT_PAUSES_S, LeadLink, Refusals, reach_lead
 
@@ -435,6 +437,37 @@ class Agent:
                 self._warned.set()
         else:
             self._link.send(msg.SignalSeen(node=self._node, signal=signal.Signals[name].value))
+
+
+_STACKS_OF_ALL_S = 2.0
+"""For all processes one after the other: the lead waits five seconds for the agents of all nodes."""
+_STACKS_OF_EACH_S = 0.05
+"""Two that write at once would mix their lines."""
+_MOST_SHOWN = 160
+
+
+async def write_stacks(log: Path) -> None:
+    """Signals each process below this one that answers (`wire.hang_records`) with where its threads are: ranks, their
+    data loaders, and Ray's workers and engines.
+
+    Args:
+        log: of the ranks, to which the answers go.
+    """
+    # In a thread: it reads /proc for each process below.
+    found = await asyncio.to_thread(listeners, STACKS_SIGNAL)
+    pause_s = min(_STACKS_OF_EACH_S, _STACKS_OF_ALL_S / max(len(found), 1))
+    with contextlib.suppress(OSError):
+        fd = open_log(log)
+        try:
+            for process, name in found:
+                os.write(
+                    fd, f"\n---- stacks of {printable(name)[:_MOST_SHOWN]} (pid {process.pid})\n".encode()
+                )
+                with contextlib.suppress(OSError):
+                    process.send_signal(STACKS_SIGNAL)
+                await asyncio.sleep(pause_s)  # nothing tells that a process has written its last line
+        finally:
+            os.close(fd)
 
 
 def _free_port(host: str) -> int:

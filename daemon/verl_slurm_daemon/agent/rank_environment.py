@@ -30,15 +30,11 @@ _OF_BASH = {"_", "SHLVL", "PWD", "OLDPWD"}
 
 
 async def prepare_environment(config: RunConfig, environ: Mapping[str, str], log: Path) -> dict[str, str]:
-    """Returns the environment. Takes as long as the user's commands.
+    """Returns the agent's environment as the user's commands and variables make it; takes as long as they do. Their
+    output goes to `log`.
 
-    Args:
-        environ: the agent's.
-        log: where the commands' output goes.
-
-    Raises:
-        ConfigError: a command failed, or a file is missing (`NOT_SET_UP`); or a file holds no value.
-        PermissionRefused: a file with a secret is open to others.
+    Raises ConfigError: a command failed, or a file is missing (`NOT_SET_UP`); or a file holds no value.
+    PermissionRefused: a file with a secret is open to others.
     """
     made, limit_s = dict(environ), _SHARE_OF_START * config.daemon.start_timeout_s
     if script := setup_script(config.slurm):

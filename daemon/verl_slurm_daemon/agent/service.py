@@ -60,9 +60,7 @@ async def connect_checked(port: int) -> Streams:
     A service may end, and another user listen in its place, at any moment. So the look comes before and after: a
     connection that began between two looks at the same sockets has one of these at its other end.
 
-    Raises:
-        OSError: nothing listens, or it changes all the time.
-        PermissionRefused: another user may listen there.
+    Raises OSError: nothing listens, or it changes all the time. PermissionRefused: another user may listen there.
     """
     for _ in range(_LOOKS):
         before = listener_of(port, loopback=True)
@@ -92,14 +90,9 @@ def taken(port: int, listener: Listener) -> PermissionRefused:
 
 
 async def answers(probe: str, port: int, limit_s: float = _LIMIT_S) -> bool:
-    """Returns whether the service answers.
+    """Returns whether the service answers a probe, `tcp` or the path of a GET, within `limit_s`.
 
-    Args:
-        probe: `tcp`, or the path of a GET.
-        limit_s: an answer that takes longer is none.
-
-    Raises:
-        PermissionRefused: another user may listen there.
+    Raises PermissionRefused: another user may listen there.
     """
     try:
         async with asyncio.timeout(limit_s):

@@ -117,8 +117,7 @@ class Allocation(Protocol):
         return ""
 
     async def avoid(self, nodes: Sequence[str], before: Collection[str]) -> Avoided:
-        """Keeps the next attempt of this run away from these nodes. Where too few other nodes would be left, the last
-        ones may be used again.
+        """Keeps the next attempt of this run away from these nodes, the first ones first if others are few.
 
         Args:
             before: our earlier exclusions, which this replaces. What else the job excludes stays.
@@ -143,9 +142,7 @@ class Allocation(Protocol):
             avoid: nodes that are lost or bad, which ranks get only where no others are left.
             with_spares: a step that stands by: it chooses the spare nodes as well.
 
-        Raises:
-            TooFewNodes: Slurm took so many nodes from the job that the ranks have no place left.
-            OSError: Slurm does not say which nodes the job has.
+        Raises TooFewNodes: the ranks have no place left. OSError: Slurm does not say which nodes the job has.
         """
         return StepPlacement()
 
@@ -162,8 +159,7 @@ class Allocation(Protocol):
             service: on the nodes of this service instead.
             names: of the nodes (`places`); empty: those that the configuration counts.
 
-        Raises:
-            OSError: nothing was started.
+        Raises OSError: nothing was started.
         """
 
     def keep_step(self, step: list[asyncio.subprocess.Process]) -> None:

@@ -59,15 +59,8 @@ def nodes_of_step(config: RunConfig, sizes: Sequence[int], service: str = "") ->
 def choose_places(
     names: Sequence[str], avoid: Collection[str], allowed: Sequence[int], *, with_spares: bool
 ) -> StepPlacement:
-    """Returns which of a job's nodes the ranks get: as many as possible.
-
-    Args:
-        names: the job's nodes, in Slurm's order.
-        allowed: numbers of nodes to train on, largest first.
-        avoid, with_spares: as in `Allocation.places`.
-
-    Raises:
-        TooFewNodes: as there.
+    """Returns which of a job's nodes, `names` in Slurm's order, the ranks get: the largest number in `allowed` that
+    they can have. `avoid`, `with_spares` and the error are those of `Allocation.places`.
     """
     if len(names) < allowed[-1]:
         raise TooFewNodes(

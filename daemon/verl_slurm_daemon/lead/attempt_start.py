@@ -230,15 +230,12 @@ async def spoken(work: Awaitable[T], what: str, journal: Journal | None = None) 
 
 
 def require_mounted(config: RunConfig, history: History) -> None:
-    """Checks that what a run has trained with is there at all, if ranks were started for it before.
+    """Checks that what a run has trained with is there at all, if ranks were started for it before. At the first
+    start a wrong path is more likely, and its reader refuses it.
 
     A mount point without its file system is an empty directory, or none: that is storage, and no changed data.
 
-    Args:
-        history: of the run. At the first start a wrong path is more likely, and its reader refuses it.
-
-    Raises:
-        FileNotFoundError: a place is missing, or empty.
+    Raises FileNotFoundError: a place is missing, or empty.
     """
     if not history.counts["restart"]:
         return
@@ -298,15 +295,11 @@ def failed_code(error: OSError | VerlSlurmError) -> ExitCode:
 
 
 def check_code(paths: RunPaths, config: RunConfig) -> list[ev.Event]:
-    """Reads the copy back and asks the ranks' Python for its packages; returns what the journal is told.
+    """Reads the copy of the user's code back and asks the ranks' Python for its packages; returns what the journal is
+    told. A run that was not submitted (`sbatch` by hand) has no record.
 
-    Takes a tenth of a second, and the time to read the copy. A run that was not submitted (`sbatch` by hand) has no
-    record.
-
-    Raises:
-        DataError: the copy is not what was submitted.
-        ConfigError: packages have changed, and `code.on_drift` is `refuse`.
-        OSError: storage does not answer.
+    Raises DataError: the copy is not what was submitted. ConfigError: packages have changed, and `code.on_drift` is
+    `refuse`. OSError: storage does not answer.
     """
     record = read_record(paths)
     if record is None:

@@ -157,24 +157,19 @@ def find_resume_point(
 ) -> ResumePoint:
     """Verifies checkpoints from the newest back and takes the first that is good; sets corrupt ones aside.
 
-    A checkpoint that the user named counts for the first start after the submission
-    (`RUN/control/resume_once`), then `auto`.
+    If the user named a checkpoint (or null: none), the first start after the submission (`RUN/control/resume_once`)
+    goes on from there, and newer ones are set aside. A checkpoint of another run is copied in first.
 
-    If the user named a checkpoint (or null: none), the run goes on from there, and newer ones are set aside. A
-    checkpoint of another run is copied in first.
-
-    If no checkpoint of the run itself verifies and it has tiers, the newest one in the tiers is brought back; if only
-    its newest is lost, that one, from a tier that had it. This is not done if the run was told to begin from nothing
-    and has saved nothing since.
+    If none of the run itself verifies and it has tiers, the newest one in the tiers is brought back; if only its
+    newest is lost, that one, from a tier that had it. This is not done if the run was told to begin from nothing and
+    has saved nothing since.
 
     Args:
         keys: the checkpoint must be signed with one of them.
         verifier: the full check, or what it has found before (`Verdicts.recall`).
 
-    Raises:
-        KeyRefused: what is left to resume from needs a key that is not there.
-        TierError: none that a tier has can be used.
-        OSError: storage, or a tier that has one, does not answer, or not with all bytes of the newest checkpoint.
+    Raises KeyRefused: what is left to resume from needs a key that is not there. TierError: none that a tier has can be
+    used. OSError: storage, or a tier, does not answer, or not with all bytes of the newest checkpoint.
     """
 
     def checked(path: Path) -> Verdict:
@@ -236,19 +231,12 @@ def _newer_from_tiers(
 async def wait_for_checkpoints(
     find: Callable[[], ResumePoint], config: RunConfig, journal: Journal, leaving: asyncio.Event
 ) -> ResumePoint:
-    """Returns the resume point, but never the beginning of a run that has had a checkpoint. Warns of what is
-    done again.
+    """Returns the resume point that `find` finds, but never the beginning of a run that has had a checkpoint. Warns of
+    what is done again. A directory of checkpoints that is absent or empty, as one that is not mounted, is looked at
+    again for half a minute.
 
-    Where the directory of checkpoints is absent or empty, as one that is not mounted, it is looked at again for half a
-    minute.
-
-    Args:
-        find: `find_resume_point`.
-        leaving: the restart is being ended.
-
-    Raises:
-        CheckpointsLost: the run has had a checkpoint and has none that can be used.
-        InterruptedError: the restart was ended meanwhile.
+    Raises CheckpointsLost: the run has had a checkpoint and has none that can be used. InterruptedError: the restart
+    was ended meanwhile (`leaving`).
     """
 
     for pause in (*IN_PLACE_S, None):
@@ -383,14 +371,11 @@ class _Leaving(Exception):
 
 
 async def fit_ranks(config: RunConfig, point: ResumePoint, leaving: asyncio.Event, journal: Journal) -> bool:
-    """Prepares the checkpoint for as many ranks as the run has now; returns whether they may start.
+    """Prepares verl's checkpoint for as many ranks as the run has now; returns whether they may start: not if
+    `leaving`, which ends the work, was set.
 
-    Args:
-        leaving: set when the attempt is to end; then nothing is kept of the work.
-
-    Raises:
-        ConfigError: the checkpoint cannot be divided so, or not by the ranks' Python.
-        VerlSlurmError, OSError: it was not divided; nothing is left of the attempt.
+    Raises ConfigError: it cannot be divided so, or not by the ranks' Python. VerlSlurmError, OSError: it was not
+    divided.
     """
     if config.trainer.backend != "verl":
         return True

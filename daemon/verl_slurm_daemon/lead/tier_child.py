@@ -77,16 +77,12 @@ class TierMover:
 
 
 def restore_newest(paths: RunPaths, only: str = "") -> None:
-    """Brings the newest checkpoint of any tier into the run, because none in the run verifies.
+    """Brings the newest checkpoint of any tier into the run, because none in the run verifies; or `only` this one,
+    because it is lost in the run. Blocks until that is done; the child limits its own time by the number of bytes it
+    expects.
 
-    Blocks until that is done; the child limits its own time by the number of bytes it expects.
-
-    Args:
-        only: this checkpoint and no other, because it is lost in the run.
-
-    Raises:
-        OSError: a tier that has one does not answer: it is storage, and is waited for.
-        TierError: a tier returned something else. Beginning afresh would throw away what is there.
+    Raises OSError: a tier that has one does not answer: it is storage, and is waited for. TierError: a tier returned
+    something else. Beginning afresh would throw away what is there.
     """
     words = [*_command("restore", paths), *(("--name", only) if only else ())]
     done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)

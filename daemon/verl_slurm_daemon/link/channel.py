@@ -271,14 +271,10 @@ CONNECT_PAUSES_S = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0)
 async def reach_lead(
     address: LeadAddress, epoch: int, warned: asyncio.Event, pauses: Sequence[float] = CONNECT_PAUSES_S
 ) -> LeadLink:
-    """Tries until the lead has a free place: unknown peers may hold all of them for some seconds.
+    """Tries until the lead has a free place: unknown peers may hold all of them for some seconds. Where `warned` is
+    set, the job is about to end, and this try is the last.
 
-    Args:
-        warned: set: the job is about to end, so this try is the last.
-        pauses: between the tries, in seconds.
-
-    Raises:
-        WireError: the lead cannot be reached, or is of another attempt.
+    Raises WireError: the lead cannot be reached, or is of another attempt.
     """
     for pause in (*pauses, None):
         try:

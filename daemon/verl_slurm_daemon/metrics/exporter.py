@@ -102,15 +102,10 @@ class Exporter:
         self._written = b""
 
     async def open(self, own_host: Callable[[], Awaitable[str]], port: int) -> str:
-        """Listens and publishes the address.
+        """Listens at `port` (0: any) and publishes the address; `own_host` returns that by which other nodes reach
+        this one.
 
-        Args:
-            own_host: returns the address by which other nodes reach this one; called if they are to reach it.
-            port: the wanted one; 0: any.
-
-        Returns:
-            A message for people: the actual address if it differs from the wanted one, or why the port is closed.
-            Empty: as configured.
+        Returns a message for people: the actual address if it differs from the wanted one, or why the port is closed.
         """
         wanted = self._config.observability
         try:
