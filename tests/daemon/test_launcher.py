@@ -54,17 +54,24 @@ def test_all_attempts_of_a_run_continue_one_run_of_its_trackers(backend: str) ->
     assert mine["WANDB_RUN_ID"] == "mine"
 
 
-def test_the_launcher_of_ranks_is_told_its_place_and_the_program() -> None:
+def test_the_launcher_of_ranks_is_told_its_place_and_so_is_ray() -> None:
     argv = launcher_argv("python", RunConfig(), PATHS, LAUNCH, Path("/run/x"))
     assert argv[:7] == ["python", "-P", "-m", "verl_slurm_daemon.agent.ranks", "2", "1", "1"]
     assert argv[7:] == ["-m", "verl_slurm.trainer", *LIFE]
+    argv = launcher_argv("python", _guest("backend: verl"), PATHS, LAUNCH, Path("/run/x"))
+    assert argv[:4] == ["python", "-P", "-m", "verl_slurm.loops.ray_node"]
+    place = ["--node-rank", "1", "--head", "10.0.0.1:29500", "--nodes", "2", "--scratch", "/run/x"]
+    assert argv[-8:] == place
 
 
-def test_a_step_has_one_agent_a_node_and_no_opinion_about_their_ends() -> None:
+def test_a_step_has_one_agent_a_node_and_a_heterogeneous_one_its_components_counts() -> None:
     argv = step_argv("srun", RunConfig(), daemon_argv("python", "agent", PATHS, 7))
     assert "--ntasks=2" in argv
     assert "--kill-on-bad-exit=0" in argv
     assert argv[-9:] == daemon_argv("python", "agent", PATHS, 7)
+    argv = step_argv("srun", RunConfig(), daemon_argv("python", "agent", PATHS, 7), het_size=3)
+    assert "--het-group=0,1,2" in argv
+    assert not [word for word in argv if word.startswith(("--nodes", "--ntasks="))]
 
 
 @pytest.mark.scenario("M08")
@@ -93,13 +100,13 @@ def test_no_secret_is_on_a_command_line_or_in_the_environment() -> None:
     }
 
 
-def test_a_set_of_texts_has_one_order_in_all_attempts_unless_the_user_says_otherwise() -> None:
+@pytest.mark.scenario("M06")
+def test_hash_seed_flight_records_and_place_of_compiled_code_are_ours_unless_the_user_says_otherwise() -> (
+    None
+):
     for said, seed in (({}, "0"), ({"PYTHONHASHSEED": "random"}, "random")):
         env = launcher_env(dict(said), RunConfig(), PATHS, LAUNCH, Path("/run/x"))
         assert env["PYTHONHASHSEED"] == seed
-
-
-def test_torch_keeps_its_last_collectives_unless_the_user_says_otherwise() -> None:
     env = launcher_env({"TORCH_FR_BUFFER_SIZE": "7"}, RunConfig(), PATHS, LAUNCH, Path("/run/x"))
     assert env["TORCH_FR_BUFFER_SIZE"] == "7"
     assert env["TORCH_FR_DUMP_TEMP_FILE"] == f"{PATHS.logs}/epoch_000007.gen_02.flight.rank_"
@@ -107,10 +114,6 @@ def test_torch_keeps_its_last_collectives_unless_the_user_says_otherwise() -> No
     assert not [
         name for name in launcher_env({}, none, PATHS, LAUNCH, Path("/run/x")) if "TORCH_" in name[:6]
     ]
-
-
-@pytest.mark.scenario("M06")
-def test_compiled_code_is_loaded_from_no_place_that_others_can_make() -> None:
     """By default torch loads it from /tmp/torchinductor_USER. What the user himself has set stays."""
     private = Path("/run/verl-slurm-1-x")
     assert launcher_env({}, RunConfig(), PATHS, LAUNCH, private)["TORCHINDUCTOR_CACHE_DIR"].startswith(
@@ -121,12 +124,6 @@ def test_compiled_code_is_loaded_from_no_place_that_others_can_make() -> None:
         launcher_env(mine, RunConfig(), PATHS, LAUNCH, private)["TORCHINDUCTOR_CACHE_DIR"]
         == "/home/me/compiled"
     )
-
-
-def test_a_heterogeneous_step_takes_its_counts_from_the_components() -> None:
-    argv = step_argv("srun", RunConfig(), daemon_argv("python", "agent", PATHS, 7), het_size=3)
-    assert "--het-group=0,1,2" in argv
-    assert not [word for word in argv if word.startswith(("--nodes", "--ntasks="))]
 
 
 IMAGE = "/images/i.sqsh"
@@ -303,13 +300,6 @@ def _guest(text: str) -> RunConfig:
 def test_a_guest_is_started_with_its_own_words(text: str, program: list[str]) -> None:
     argv = launcher_argv("python", _guest(text), PATHS, LAUNCH, Path("/run/x"))
     assert argv[7:] == program
-
-
-def test_ray_is_told_where_its_head_is_and_which_node_this_is() -> None:
-    argv = launcher_argv("python", _guest("backend: verl"), PATHS, LAUNCH, Path("/run/x"))
-    assert argv[:4] == ["python", "-P", "-m", "verl_slurm.loops.ray_node"]
-    place = ["--node-rank", "1", "--head", "10.0.0.1:29500", "--nodes", "2", "--scratch", "/run/x"]
-    assert argv[-8:] == place
 
 
 def test_a_guest_learns_from_its_environment_whose_life_it_leads() -> None:

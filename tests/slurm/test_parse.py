@@ -106,7 +106,7 @@ def test_durations(text: str, seconds: int | None) -> None:
     assert parse_seconds(text) == seconds
 
 
-def test_a_node() -> None:
+def test_a_node_and_a_partition() -> None:
     text = (
         "NodeName=node1 Arch=x86_64 CoresPerSocket=1 \n   CPUAlloc=2 CPUEfctv=2 CPUTot=2 CPULoad=0.37\n"
         "   NodeAddr=127.0.0.1 NodeHostName=localhost Port=18540 Version=22.05.8\n"
@@ -118,6 +118,19 @@ def test_a_node() -> None:
     assert node.state == {"DOWN", "DRAIN", "NOT_RESPONDING"}
     with pytest.raises(NotFound):
         parse_node(text, "node2")
+    text = (
+        "PartitionName=urgent\n   AllocNodes=ALL Default=NO QoS=N/A\n"
+        "   DefaultTime=00:10:00 DisableRootJobs=NO ExclusiveUser=NO GraceTime=0 Hidden=NO\n"
+        "   MaxNodes=UNLIMITED MaxTime=1-00:00:00 MinNodes=0 LLN=NO MaxCPUsPerNode=UNLIMITED\n"
+        "   OverTimeLimit=NONE PreemptMode=OFF\n"
+        "   State=UP TotalCPUs=8 TotalNodes=4 SelectTypeParameters=NONE\n"
+    )
+    partition = parse_partition(text, "urgent")
+    assert (partition.state, partition.total_nodes, partition.total_cpus) == ("UP", 4, 8)
+    assert (partition.max_nodes, partition.max_time_s, partition.is_default) == (None, 86400, False)
+    other = text.replace("urgent", "gpu").replace("Default=NO", "Default=YES")
+    assert [one.name for one in parse_partitions(f"{text}\n{other}")] == ["urgent", "gpu"]
+    assert parse_default_partition(f"{text}\n{other}").name == "gpu"
 
 
 @pytest.mark.parametrize(
@@ -132,22 +145,6 @@ def test_a_node() -> None:
 )
 def test_the_gpus_of_a_node_are_counted_in_its_resources(kind: str, gpus: int) -> None:
     assert parse_gpus(kind) == gpus
-
-
-def test_a_partition() -> None:
-    text = (
-        "PartitionName=urgent\n   AllocNodes=ALL Default=NO QoS=N/A\n"
-        "   DefaultTime=00:10:00 DisableRootJobs=NO ExclusiveUser=NO GraceTime=0 Hidden=NO\n"
-        "   MaxNodes=UNLIMITED MaxTime=1-00:00:00 MinNodes=0 LLN=NO MaxCPUsPerNode=UNLIMITED\n"
-        "   OverTimeLimit=NONE PreemptMode=OFF\n"
-        "   State=UP TotalCPUs=8 TotalNodes=4 SelectTypeParameters=NONE\n"
-    )
-    partition = parse_partition(text, "urgent")
-    assert (partition.state, partition.total_nodes, partition.total_cpus) == ("UP", 4, 8)
-    assert (partition.max_nodes, partition.max_time_s, partition.is_default) == (None, 86400, False)
-    other = text.replace("urgent", "gpu").replace("Default=NO", "Default=YES")
-    assert [one.name for one in parse_partitions(f"{text}\n{other}")] == ["urgent", "gpu"]
-    assert parse_default_partition(f"{text}\n{other}").name == "gpu"
 
 
 def test_the_config_and_host_names() -> None:
