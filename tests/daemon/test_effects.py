@@ -22,16 +22,8 @@ from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.health.bad_nodes import recall, remember
+from verl_slurm.wire import messages as msg
 from verl_slurm.wire.lead_file import read_lead_address
-from verl_slurm.wire.messages import (
-    AgentReady,
-    Baseline,
-    DumpStacks,
-    NodeExited,
-    NodeUnfit,
-    Shutdown,
-    ToAgent,
-)
 
 REQUEUED = inputs.RequeueAnswered(ExitCode.REQUEUED, "requeued")
 
@@ -119,7 +111,7 @@ def test_a_node_that_is_not_fit_is_left_and_told_and_written_down_if_that_lasts(
         await effects.open()
         address = read_lead_address(RunPaths(tmp_path))
         link = await connect(address.host, address.port, bytes.fromhex(address.token), 1)
-        link.send(NodeUnfit(node="n2", evidence="GPUs: off the bus", passing=passing))
+        link.send(msg.NodeUnfit(node="n2", evidence="GPUs: off the bus", passing=passing))
         event = await posted.get()
         await asyncio.gather(
             *(task for task in effects.attempt.tasks if "write_down" in str(task.get_coro()))
@@ -249,9 +241,9 @@ class Heard:
     """A link that only notes what it is to send."""
 
     def __init__(self) -> None:
-        self.sent: list[ToAgent] = []
+        self.sent: list[msg.ToAgent] = []
 
-    def send(self, message: ToAgent) -> None:
+    def send(self, message: msg.ToAgent) -> None:
         self.sent.append(message)
 
 
@@ -260,7 +252,7 @@ def test_stacks_that_come_late_do_not_end_the_generation_after(
 ) -> None:
     monkeypatch.setattr(agents_step, "_STACKS_S", 0.02)
 
-    async def story(ends: bool) -> list[ToAgent]:
+    async def story(ends: bool) -> list[msg.ToAgent]:
         effects, _ = effects_of(tmp_path, ScriptedAllocation())
         hung, following = Heard(), Heard()
         effects.restarts.step = first = Step(1, 1)
@@ -274,8 +266,8 @@ def test_stacks_that_come_late_do_not_end_the_generation_after(
         assert first.leaving.is_set() is not ends
         return [*hung.sent, *following.sent]
 
-    assert asyncio.run(story(ends=False)) == [DumpStacks(), Shutdown()]
-    assert asyncio.run(story(ends=True)) == [DumpStacks()]
+    assert asyncio.run(story(ends=False)) == [msg.DumpStacks(), msg.Shutdown()]
+    assert asyncio.run(story(ends=True)) == [msg.DumpStacks()]
 
 
 @pytest.mark.scenario("K03")
@@ -340,15 +332,15 @@ def test_an_agent_whose_ranks_have_ended_hears_that_this_was_heard(
     monkeypatch.setattr(module, "scrub_forever", never)
     private_dir(RunPaths(tmp_path).control)
 
-    async def story() -> tuple[list[ToAgent], inputs.Input]:
+    async def story() -> tuple[list[msg.ToAgent], inputs.Input]:
         effects, posted = effects_of(tmp_path, ScriptedAllocation())
         await effects.open()
         address = read_lead_address(RunPaths(tmp_path))
         link = await connect(address.host, address.port, bytes.fromhex(address.token), 1)
-        heard: asyncio.Queue[ToAgent] = asyncio.Queue()
+        heard: asyncio.Queue[msg.ToAgent] = asyncio.Queue()
         listening = asyncio.create_task(link.messages(heard.put_nowait))
-        link.send(AgentReady(node="n", node_id=0, address="127.0.0.1", free_port=1))
-        link.send(NodeExited(node="n", exit_code=1, detail="killed"))
+        link.send(msg.AgentReady(node="n", node_id=0, address="127.0.0.1", free_port=1))
+        link.send(msg.NodeExited(node="n", exit_code=1, detail="killed"))
         answers, event = [await heard.get(), await heard.get()], await posted.get()
         listening.cancel()
         await link.close()
@@ -356,8 +348,8 @@ def test_an_agent_whose_ranks_have_ended_hears_that_this_was_heard(
         return answers, event
 
     answers, event = asyncio.run(story())
-    assert isinstance(answers[0], Baseline)
-    assert answers[1:] == [Shutdown()]
+    assert isinstance(answers[0], msg.Baseline)
+    assert answers[1:] == [msg.Shutdown()]
     assert event == inputs.NodeFailed("n", "killed")
 
 
@@ -376,11 +368,11 @@ def test_a_frame_that_is_refused_is_journaled_and_its_node_is_lost_once(
         await effects.open()
         address = read_lead_address(RunPaths(tmp_path))
         link = await connect(address.host, address.port, bytes.fromhex(address.token), 1)
-        link.send(AgentReady(node="n", node_id=0, address="127.0.0.1", free_port=1))
+        link.send(msg.AgentReady(node="n", node_id=0, address="127.0.0.1", free_port=1))
         if leaving:
             effects.restarts.step.leaving.set()
         link._framer._sent -= 1  # the next frame has the number of this one
-        link.send(NodeExited(node="n", exit_code=1, detail="killed"))
+        link.send(msg.NodeExited(node="n", exit_code=1, detail="killed"))
         event = await posted.get()
         assert posted.empty()
         await link.close()

@@ -11,25 +11,14 @@ from verl_slurm.base.errors import NOT_SET_UP
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.journal.causes import CauseKind
 from verl_slurm.journal.events import Crash, Held, kind_of
-from verl_slurm.wire.messages import (
-    Finished,
-    PartSaved,
-    Progress,
-    RankNotice,
-    RankRefused,
-    RankSaved,
-    RankSaveFailed,
-    RankStarted,
-    SavedOnNodes,
-    SaveStarted,
-)
+from verl_slurm.wire import messages as msg
 
 LIMITS = Limits(crash_budget=2, backoff_s=1.0, no_progress_limit=3)
 
 
 def progress(rank: int = 0) -> inputs.RankSaid:
     return inputs.RankSaid(
-        Progress(rank=rank, step=3, phase="generate", index=1, safe_points=1, new_rollouts=16)
+        msg.Progress(rank=rank, step=3, phase="generate", index=1, safe_points=1, new_rollouts=16)
     )
 
 
@@ -37,19 +26,21 @@ SAVED = "step_000003_sp0002"
 
 
 def saved(request_id: int) -> inputs.RankSaid:
-    return inputs.RankSaid(RankSaved(rank=0, request_id=request_id, name=SAVED, seconds=0.1, num_bytes=9))
+    return inputs.RankSaid(msg.RankSaved(rank=0, request_id=request_id, name=SAVED, seconds=0.1, num_bytes=9))
 
 
 def on_nodes(request_id: int) -> inputs.RankSaid:
-    return inputs.RankSaid(SavedOnNodes(rank=0, request_id=request_id, name=SAVED, seconds=0.1, num_bytes=9))
+    return inputs.RankSaid(
+        msg.SavedOnNodes(rank=0, request_id=request_id, name=SAVED, seconds=0.1, num_bytes=9)
+    )
 
 
 def came(rank: int) -> inputs.RankSaid:
-    return inputs.RankSaid(SaveStarted(rank=rank, request_id=1, step=1, safe_point=0))
+    return inputs.RankSaid(msg.SaveStarted(rank=rank, request_id=1, step=1, safe_point=0))
 
 
 def wrote(rank: int, request_id: int = 1) -> inputs.RankSaid:
-    return inputs.RankSaid(PartSaved(rank=rank, request_id=request_id))
+    return inputs.RankSaid(msg.PartSaved(rank=rank, request_id=request_id))
 
 
 def cause(kind: CauseKind, left: float | None = 25.0) -> inputs.CauseKnown:
@@ -205,7 +196,7 @@ def test_a_lost_service_is_a_crash_before_the_ranks_run_and_afterwards_a_save_wi
 
 def test_a_wished_requeue_whose_save_fails_leaves_the_ranks_at_work_and_says_so() -> None:
     for answer in (
-        inputs.RankSaid(RankSaveFailed(rank=0, request_id=1, reason="no space")),
+        inputs.RankSaid(msg.RankSaveFailed(rank=0, request_id=1, reason="no space")),
         inputs.SaveReadBack(SAVED, False, "no space"),
     ):
         story = training()
@@ -256,7 +247,7 @@ def test_an_answer_that_comes_late_or_that_nobody_asked_for_is_not_waited_for() 
     story.then(cause("preemption"))
     assert kinds(story.then(saved(2))) == []
     assert kinds(story.then(saved(1))) == [act.Verify]
-    other = RankSaved(rank=0, request_id=0, name="step_000001", seconds=0.1, num_bytes=9)
+    other = msg.RankSaved(rank=0, request_id=0, name="step_000001", seconds=0.1, num_bytes=9)
     assert kinds(story.then(inputs.RankSaid(other))) == [act.Verify]
     assert act.AskRequeue() in story.then(inputs.SaveReadBack(SAVED, True, ""))
 
@@ -265,7 +256,7 @@ def test_an_answer_that_comes_late_or_that_nobody_asked_for_is_not_waited_for() 
     ("before", "strikes", "told"),
     [
         ((), inputs.SaveDeadline(), ["degraded"]),
-        ((), inputs.RankSaid(RankSaveFailed(rank=1, request_id=1, reason="no space")), ["save_failed"]),
+        ((), inputs.RankSaid(msg.RankSaveFailed(rank=1, request_id=1, reason="no space")), ["save_failed"]),
         ((), inputs.GenerationEnded(1), ["degraded"]),  # the ranks died in the save
         ((on_nodes(7),), inputs.SaveDeadline(), ["degraded"]),  # of another request
         ((on_nodes(1),), inputs.SaveDeadline(), ["saved", "one_copy"]),
@@ -291,14 +282,16 @@ def test_whatever_becomes_of_the_save_the_job_is_requeued_and_the_journal_says_w
 
 def test_a_periodic_save_is_no_answer_to_the_emergency_one_and_no_corrupt_one_if_it_was_pruned() -> None:
     story = training()
-    message = RankSaved(rank=0, request_id=0, name=SAVED, seconds=0.1, num_bytes=9, reason="a multiple of 3")
+    message = msg.RankSaved(
+        rank=0, request_id=0, name=SAVED, seconds=0.1, num_bytes=9, reason="a multiple of 3"
+    )
     note, _ = story.then(inputs.RankSaid(message))
     assert isinstance(note, act.Note)
     assert note.event.reason == "a multiple of 3"  # type: ignore[attr-defined]
     assert noted(story.then(inputs.SaveReadBack(SAVED, False, "removed", pruned=True))) == ["pruned"]
     assert story.model.unverified == ""
     for loud, event in ((False, "notice"), (True, "warning")):
-        said = inputs.RankSaid(RankNotice(rank=0, topic="storage", text="SLOW", loud=loud))
+        said = inputs.RankSaid(msg.RankNotice(rank=0, topic="storage", text="SLOW", loud=loud))
         assert story.then(said) == [act.Note(make_event(event, topic="storage", text="SLOW"))]
     story.then(cause("preemption"))
     story.then(saved(1))
@@ -435,15 +428,15 @@ def test_a_slurm_that_is_away_is_waited_for_in_place_however_long() -> None:
 @pytest.mark.scenario("FLT-F")
 def test_each_of_our_ranks_has_to_speak_in_time_and_of_a_users_loop_any() -> None:
     for all_ranks, expected in ((True, [act.TakeDown]), (False, [])):
-        story = Story(inputs.Ready(2), inputs.RankSaid(RankStarted(rank=0, pid=7)))
+        story = Story(inputs.Ready(2), inputs.RankSaid(msg.RankStarted(rank=0, pid=7)))
         assert kinds(story.then(inputs.StartTimedOut(1, all_ranks=all_ranks))) == expected
-    story.then(inputs.RankSaid(RankStarted(rank=1, pid=8)))
+    story.then(inputs.RankSaid(msg.RankStarted(rank=1, pid=8)))
     assert story.then(inputs.StartTimedOut(1, all_ranks=True)) == []
 
 
 @pytest.mark.scenario("FLT-A")
 def test_a_last_save_that_cannot_be_read_back_is_not_called_corrupt() -> None:
-    finished = [inputs.RankSaid(Finished(rank=rank, step=3)) for rank in (0, 1)]
+    finished = [inputs.RankSaid(msg.Finished(rank=rank, step=3)) for rank in (0, 1)]
     story = Story(inputs.Ready(2), progress(), saved(0), *finished, inputs.GenerationEnded(0))
     done = story.then(inputs.SaveReadBack(SAVED, False, "Input/output error", unreadable=True))
     notes = [action.event for action in done if isinstance(action, act.Note)]
@@ -455,7 +448,7 @@ def raised(rank: int = 0, *, worked: bool, line: int = 7) -> inputs.RankSaid:
     place = f"KeyError at r.py:{line}"
     told = f"KeyError: 'gone' at r.py:{line}"
     return inputs.RankSaid(
-        RankRefused(rank=rank, exit_code=int(ExitCode.DATA), reason=told, place=place, worked=worked)
+        msg.RankRefused(rank=rank, exit_code=int(ExitCode.DATA), reason=told, place=place, worked=worked)
     )
 
 
@@ -474,7 +467,7 @@ def test_user_code_that_worked_is_started_once_more_and_then_ends_the_run() -> N
     assert story.then(raised(1, worked=True)) == []
     assert kinds(story.then(inputs.GenerationEnded(1))) == [act.Pause]
     assert kinds(story.then(inputs.BackoffOver(1))) == [act.StartGeneration]
-    replayed = Progress(rank=0, step=3, phase="generate", index=1, safe_points=1, new_rollouts=0)
+    replayed = msg.Progress(rank=0, step=3, phase="generate", index=1, safe_points=1, new_rollouts=0)
     story.then(inputs.RankSaid(replayed))
     assert kinds(story.then(raised(worked=True))) == [act.TakeDown]
     (end,) = [a for a in story.then(inputs.GenerationEnded(1)) if isinstance(a, act.Exit)]
@@ -513,12 +506,12 @@ def test_a_crash_is_started_anew_until_the_budget_is_spent_which_a_verified_chec
 )
 def test_what_the_trainer_refuses_is_not_tried_again(code: int, end: ExitCode) -> None:
     story = Story(inputs.Ready(2))
-    refused = RankRefused(rank=0, exit_code=code, reason="another layout")
+    refused = msg.RankRefused(rank=0, exit_code=code, reason="another layout")
     assert kinds(story.then(inputs.RankSaid(refused))) == [act.TakeDown]
     assert story.then(inputs.GenerationEnded(1)) == [act.Exit(end, "another layout")]
 
 
-DONE = tuple(inputs.RankSaid(Finished(rank=rank, step=30)) for rank in (0, 1))
+DONE = tuple(inputs.RankSaid(msg.Finished(rank=rank, step=30)) for rank in (0, 1))
 GONE = inputs.GenerationEnded(0)
 GOOD, BAD = inputs.SaveReadBack(SAVED, True, ""), inputs.SaveReadBack(SAVED, False, "sha256")
 OVER, AGAIN = act.Exit(ExitCode.OK, "all steps are done"), act.Pause(0.0)
@@ -619,7 +612,7 @@ def test_a_hang_writes_stacks_and_is_then_a_crash_with_a_budget_of_its_own() -> 
 def test_processes_that_do_not_end_are_ended_and_the_run_is_done() -> None:
     story = training()
     for rank in range(2):
-        story.then(inputs.RankSaid(Finished(rank=rank, step=30)))
+        story.then(inputs.RankSaid(msg.Finished(rank=rank, step=30)))
     assert story.then(hung())[-1] == act.TakeDown(stacks=True)
     assert story.then(inputs.GenerationEnded(9)) == [act.Exit(ExitCode.OK, "all steps are done")]
 
@@ -659,7 +652,7 @@ _ABSENT = "the key file cannot be read: /k (found No such file or directory)"
     [
         inputs.NodeFailed("n1", f"{NOT_SET_UP}: slurm.setup (found no file)"),
         inputs.ServiceLost(f"service judge on n1: {NOT_SET_UP}: services.judge.command"),
-        inputs.RankSaid(RankRefused(rank=1, exit_code=int(ExitCode.KEY), reason=_ABSENT)),
+        inputs.RankSaid(msg.RankRefused(rank=1, exit_code=int(ExitCode.KEY), reason=_ABSENT)),
     ],
 )
 def test_what_is_absent_is_the_environments_fault_once_ranks_have_trained(

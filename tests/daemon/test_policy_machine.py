@@ -14,17 +14,7 @@ from verl_slurm_daemon.decide.policy import decide
 
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.journal.causes import CauseKind
-from verl_slurm.wire.messages import (
-    Finished,
-    PartSaved,
-    Progress,
-    RankRefused,
-    RankSaved,
-    RankSaveFailed,
-    RankStarted,
-    SavedOnNodes,
-    SaveStarted,
-)
+from verl_slurm.wire import messages as msg
 
 RANKS = 2
 NODES = st.sampled_from(["", "n1", "n2"])
@@ -205,17 +195,17 @@ class Policy(RuleBasedStateMachine):
     def a_rank_speaks(self, data: st.DataObject, rank: int) -> None:
         request = data.draw(st.sampled_from([0, self.model.request_id, self.model.request_id + 1]))
         words: list[Any] = [
-            RankStarted(rank=rank, pid=7),
-            Progress(rank=rank, step=3, phase="generate", index=1, safe_points=1, new_rollouts=request),
-            Finished(rank=rank, step=30),
-            SaveStarted(rank=rank, request_id=request, step=1, safe_point=0),
-            PartSaved(rank=rank, request_id=request),
-            SavedOnNodes(rank=0, request_id=request, name="step_000003", seconds=0.1, num_bytes=9),
-            RankSaved(rank=0, request_id=request, name="step_000003", seconds=0.1, num_bytes=9),
-            RankSaved(rank=0, request_id=request, name="s", seconds=0.1, num_bytes=9, on_shared=False),
-            RankSaveFailed(rank=rank, request_id=request, reason="no space"),
-            RankRefused(rank=rank, exit_code=int(ExitCode.DATA), reason="no such file"),
-            RankRefused(rank=rank, exit_code=int(ExitCode.DATA), reason="x", place="r.py:7", worked=True),
+            msg.RankStarted(rank=rank, pid=7),
+            msg.Progress(rank=rank, step=3, phase="generate", index=1, safe_points=1, new_rollouts=request),
+            msg.Finished(rank=rank, step=30),
+            msg.SaveStarted(rank=rank, request_id=request, step=1, safe_point=0),
+            msg.PartSaved(rank=rank, request_id=request),
+            msg.SavedOnNodes(rank=0, request_id=request, name="step_000003", seconds=0.1, num_bytes=9),
+            msg.RankSaved(rank=0, request_id=request, name="step_000003", seconds=0.1, num_bytes=9),
+            msg.RankSaved(rank=0, request_id=request, name="s", seconds=0.1, num_bytes=9, on_shared=False),
+            msg.RankSaveFailed(rank=rank, request_id=request, reason="no space"),
+            msg.RankRefused(rank=rank, exit_code=int(ExitCode.DATA), reason="no such file"),
+            msg.RankRefused(rank=rank, exit_code=int(ExitCode.DATA), reason="x", place="r.py:7", worked=True),
         ]
         self.feed(inputs.RankSaid(data.draw(st.sampled_from(words))))
 
