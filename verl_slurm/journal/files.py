@@ -148,8 +148,7 @@ def read_events_after(paths: RunPaths, offset: int, *, newest: bool = True) -> t
         TooMuch: something else than a file has its name.
     """
     # A part of which no event has to be left out: the shortest ones have 60 bytes.
-    num_bytes = _NEWS_BYTES if newest else _NEWS_BYTES // 4
-    fd = open_regular(paths.events)
+    fd, num_bytes = open_regular(paths.events), _NEWS_BYTES if newest else _NEWS_BYTES // 4
     try:
         begin = max(os.fstat(fd).st_size - num_bytes, offset) if newest else offset
         data = os.pread(fd, num_bytes, begin)

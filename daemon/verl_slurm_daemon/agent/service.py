@@ -39,9 +39,9 @@ from verl_slurm.program.programs import Moves
 from verl_slurm.slurm.rank_setup import python_of
 from verl_slurm.wire import environment
 from verl_slurm.wire.framing import relay_key, services_token
-from verl_slurm.wire.http import Listener, listener_of
 from verl_slurm.wire.lead_file import read_lead_address
 from verl_slurm.wire.messages import MAX_REASON, ServiceSaid, Shutdown, ToAgent
+from verl_slurm.wire.tcp_table import Listener, listener_of
 from verl_slurm_daemon.agent.rank_environment import past_proxies, prepare_environment, set_aside
 from verl_slurm_daemon.descendants import WARNINGS, bury_orphans, child_setup, kill_tree, listen, tail
 from verl_slurm_daemon.link.channel import LeadLink, reach_lead

@@ -25,7 +25,8 @@ from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.run_id import run_id
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.wire.http import Caps, HttpReply, HttpRequest, listener_of, read_token, serve_http
+from verl_slurm.wire.http import Caps, HttpReply, HttpRequest, read_token, serve_http
+from verl_slurm.wire.tcp_table import listener_of
 
 
 def gauge(name: str, text: str, value: float | None) -> Metric:
