@@ -88,9 +88,11 @@ def test_the_job_asks_for_a_range_of_nodes_spare_ones_included_and_outlives_a_lo
     assert "--no-kill" not in step_argv("srun", plain, ["agent"])
 
 
-def test_a_job_that_has_lost_too_many_nodes_says_so() -> None:
+def test_a_job_can_do_without_its_spare_nodes_and_says_so_when_it_has_lost_too_many() -> None:
     with pytest.raises(TooFewNodes, match="1 nodes left, n1; its ranks need 2"):
         choose_places(("n1",), (), (2,), with_spares=False)
+    assert Limits.of(run_config(nodes=4, min_nodes=2, spare_nodes=1)).spare_nodes == 3
+    assert Limits.of(run_config(nodes=2)).spare_nodes == 0
 
 
 @pytest.mark.parametrize(
@@ -165,11 +167,6 @@ def test_lost_nodes_are_replaced_at_once_and_without_a_requeue() -> None:
     story.then(inputs.NodeFailed("n1", "the agent is gone without a word", lost=True))
     story.crash()
     assert story.then(inputs.BackoffOver(0)) == [act.StartGeneration(2, ("n2", "n1"))]
-
-
-def test_a_job_can_do_without_its_spare_nodes_and_those_beyond_the_fewest() -> None:
-    assert Limits.of(run_config(nodes=4, min_nodes=2, spare_nodes=1)).spare_nodes == 3
-    assert Limits.of(run_config(nodes=2)).spare_nodes == 0
 
 
 def test_the_loss_of_a_node_explains_what_its_peers_said_before() -> None:

@@ -10,7 +10,7 @@ GOLDEN = Path(__file__).parent / "golden"
 RUNNING = (GOLDEN / "running.txt").read_text()
 
 
-def test_a_running_job_is_read_whole() -> None:
+def test_a_running_job_is_read_whole_and_a_requeued_one_with_its_eligible_time() -> None:
     facts = parse.parse_job(RUNNING, 1)
     assert facts.state == "RUNNING"
     assert facts.reason is None
@@ -21,9 +21,6 @@ def test_a_running_job_is_read_whole() -> None:
     assert facts.partition == "preemptible"
     assert facts.user_id == 0
     assert not facts.is_over
-
-
-def test_the_honest_start_of_a_requeued_job_is_its_eligible_time() -> None:
     facts = parse.parse_job((GOLDEN / "requeue_with_start_time.txt").read_text(), 1)
     assert facts.eligible_time == datetime.fromtimestamp(1795222286, UTC)
     assert facts.start_time == datetime.fromtimestamp(1795222276, UTC)  # a lie: it is completing
@@ -45,12 +42,20 @@ def test_a_line_break_in_a_free_text_is_refused(key: str) -> None:
         parse.parse_job("\n".join(lines), 1)
 
 
-def test_of_an_array_the_one_task_asked_for_is_read() -> None:
+def test_tasks_of_an_array_and_components_have_records_of_their_own() -> None:
     task = RUNNING.replace("JobId=1 ", "JobId=3 ArrayJobId=1 ArrayTaskId=1 ").replace(
         "Restarts=0", "Restarts=4"
     )
     assert parse.parse_job(RUNNING + "\n" + task, 3).restarts == 4
     assert parse.parse_job(RUNNING + "\n" + task, 1).restarts == 0
+    task = (GOLDEN / "newer" / "25.05_array_task_running.txt").read_text()
+    assert parse.parse_job(task, 1).state == "RUNNING"
+    with pytest.raises(NotFound):
+        parse.parse_job(task, 9)  # the array's own number is another task's record, or nobody's
+    first = (GOLDEN / "newer" / "25.11_het_component_running.txt").read_text()
+    second = first.replace("JobId=1 ", "JobId=2 ").replace("HetJobOffset=0", "HetJobOffset=1")
+    second = second.replace("Restarts=0", "Restarts=3")
+    assert [parse.parse_job(first + second, number).restarts for number in (1, 2)] == [0, 3]
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "No jobs in the system\n", "garbage " * 1000])
@@ -156,12 +161,21 @@ def test_what_time_it_is_for_slurmctld(text: str, date: datetime | None) -> None
     assert parse.parse_config_time(text) == date
 
 
-def test_of_several_nodes_the_lost_ones_are_named() -> None:
+def test_several_nodes_and_many_jobs_are_read_from_one_answer() -> None:
     text = (
         "NodeName=n1 NodeAddr=a State=IDLE\n\nNodeName=n2 NodeAddr=b State=DOWN*\n\n"
         "NodeName=n3 NodeAddr=c State=ALLOCATED*+DRAIN\n"
     )
     assert parse.parse_lost_nodes(text) == ("n2", "n3")
+    text = "12|RUNNING|None\n13|PENDING|Resources\n14_[1-9]|PENDING|x\n15\n\n|RUNNING|\n16|PENDING|a|b\n"
+    text += "17|RUNNING|None|/a|b.sh\n18|RUNNING|None|(null)\n"
+    assert parse.parse_states(text) == {
+        12: ("RUNNING", "", ""),
+        13: ("PENDING", "Resources", ""),
+        16: ("PENDING", "a|b", ""),
+        17: ("RUNNING", "", "/a|b.sh"),
+        18: ("RUNNING", "", "(null)"),
+    }
 
 
 NEWER = sorted((GOLDEN / "newer").glob("*.txt"))
@@ -179,17 +193,6 @@ def test_the_line_that_submitted_a_job_cannot_forge_a_field() -> None:
     text = (GOLDEN / "newer" / "25.11_running_expedited.txt").read_text()
     assert "SubmitLine=sbatch --requeue=expedite --comment=Restarts=9 /" in text
     assert parse.parse_job(text, 1).restarts == 0
-
-
-def test_a_task_of_an_array_and_a_component_of_several_have_records_of_their_own() -> None:
-    task = (GOLDEN / "newer" / "25.05_array_task_running.txt").read_text()
-    assert parse.parse_job(task, 1).state == "RUNNING"
-    with pytest.raises(NotFound):
-        parse.parse_job(task, 9)  # the array's own number is another task's record, or nobody's
-    first = (GOLDEN / "newer" / "25.11_het_component_running.txt").read_text()
-    second = first.replace("JobId=1 ", "JobId=2 ").replace("HetJobOffset=0", "HetJobOffset=1")
-    second = second.replace("Restarts=0", "Restarts=3")
-    assert [parse.parse_job(first + second, number).restarts for number in (1, 2)] == [0, 3]
 
 
 def test_a_partition_and_a_node_of_a_newer_slurm() -> None:
@@ -234,15 +237,3 @@ def test_a_job_that_is_queued_again_is_not_one_that_is_over(moment: str, waiting
     """`submit` asks: a run has a job already where one waits, by whatever name."""
     facts = parse.parse_job((GOLDEN / f"{moment}.txt").read_text(), 1)
     assert (facts.is_waiting, facts.is_over) == (waiting, over)
-
-
-def test_many_jobs_are_read_from_one_answer() -> None:
-    text = "12|RUNNING|None\n13|PENDING|Resources\n14_[1-9]|PENDING|x\n15\n\n|RUNNING|\n16|PENDING|a|b\n"
-    text += "17|RUNNING|None|/a|b.sh\n18|RUNNING|None|(null)\n"
-    assert parse.parse_states(text) == {
-        12: ("RUNNING", "", ""),
-        13: ("PENDING", "Resources", ""),
-        16: ("PENDING", "a|b", ""),
-        17: ("RUNNING", "", "/a|b.sh"),
-        18: ("RUNNING", "", "(null)"),
-    }
