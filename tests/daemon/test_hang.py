@@ -88,9 +88,7 @@ def test_the_rank_that_is_behind_is_named_and_where_all_stand_alike_none() -> No
 
 
 def test_processes_of_ranks_that_are_all_done_have_to_end() -> None:
-    hang = watch(
-        *((what, n, *at) for n in range(2) for what, *at in (("passed", 9, 0.0), ("finished", 10.0)))
-    )
+    hang = watch(("passed", 0, 9, 0.0), ("finished", 0, 10.0), ("passed", 1, 9, 0.0), ("finished", 1, 10.0))
     assert hang.silence(69.0) is None
     silence = hang.silence(70.0)
     assert silence is not None
