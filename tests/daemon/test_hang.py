@@ -1,6 +1,7 @@
 """When silence is a hang: by the run's own pace, never before the floor."""
 
 import asyncio
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -13,7 +14,7 @@ from verl_slurm.config.schema import DaemonConfig
 from verl_slurm.wire.messages import Progress, RankStarted, SaveStarted
 
 
-def watch(*moves: tuple[str, *tuple[float, ...]]) -> HangWatch:
+def watch(*moves: tuple[Any, ...]) -> HangWatch:
     """Each move: what a rank did, the rank, its safe points where it passed one, and when."""
     hang = HangWatch(factor=5.0, floor_s=60.0, load_s=900.0)
     for what, rank, *more in moves:
@@ -21,10 +22,8 @@ def watch(*moves: tuple[str, *tuple[float, ...]]) -> HangWatch:
     return hang
 
 
-LOOP = (
-    ("started", 0, 0.0),
-    ("passed", 0, 0, 30.0),
-)  # its loop begins; a step takes 400 s, more than the floor
+# Its loop begins; a step takes 400 s, more than the floor.
+LOOP = (("started", 0, 0.0), ("passed", 0, 0, 30.0))
 
 
 @pytest.mark.parametrize(
@@ -45,14 +44,14 @@ LOOP = (
             id="loading is no pace: the first safe point",
         ),
         pytest.param(LOOP, 930.0, id="one safe point a step"),
-        pytest.param([*LOOP, ("passed", 0, 1, 430.0)], 2430.0, id="the second step of such a loop"),
+        pytest.param([*LOOP, ("passed", 0, 1, 430.0)], 2430.0, id="the_second_step_of_such_a_loop"),
         pytest.param(
             [("passed", 0, 9, 0.0), ("passed", 1, 9, 0.0), ("finished", 0, 10.0)], 60.0, id="one is done"
         ),
     ],
 )
 def test_silence_is_a_hang_by_the_runs_own_pace_and_never_before_the_floor(
-    moves: list[tuple[str, *tuple[float, ...]]], hung_at: float
+    moves: list[tuple[Any, ...]], hung_at: float
 ) -> None:
     hang = watch(*moves)
     assert hang.silence(hung_at - 1.0) is None
