@@ -30,9 +30,9 @@ from verl_slurm_daemon.decide import actions as act, inputs
 from verl_slurm_daemon.decide.lead_model import Limits, Model
 from verl_slurm_daemon.decide.policy import decide
 from verl_slurm_daemon.journal import Journal
+from verl_slurm_daemon.lead.attempt import Attempt
 from verl_slurm_daemon.lead.effects import Effects
-from verl_slurm_daemon.link.addresses import reach_lead
-from verl_slurm_daemon.link.channel import LeadLink
+from verl_slurm_daemon.link.channel import LeadLink, reach_lead
 
 from benchmarks.curves import lines
 from verl_slurm.base.files import private_dir
@@ -95,7 +95,7 @@ async def measure(agents: int, rounds: int, processes: int, root: Path) -> dict[
     config = RunConfig(distributed=DistributedConfig(nodes=agents, dp_size=agents))
     posted: asyncio.Queue[inputs.Input] = asyncio.Queue()
     journal = Journal(paths, epoch=EPOCH, job_id="benchmark")
-    effects = Effects(paths, config, LocalAllocation(config, paths), journal, EPOCH, posted.put_nowait)
+    effects = Effects(Attempt(config, LocalAllocation(config, paths), journal, posted.put_nowait))
     await effects.open()
     deciding = asyncio.create_task(_decide(config, posted))
     crowds: list[asyncio.subprocess.Process] = []
@@ -105,7 +105,7 @@ async def measure(agents: int, rounds: int, processes: int, root: Path) -> dict[
             first, last = (agents * end // processes for end in (place, place + 1))
             crowds.append(await _start(root, first, last - first))
         await asyncio.gather(*(_line(crowd) for crowd in crowds))
-        await effects._step.all_ready.wait()
+        await effects.restarts.step.all_ready.wait()
         found: dict[str, Any] = {"agents": agents, "joined_s": round(time.monotonic() - began, 2)}
         found["silent"] = await _rounds(effects, crowds, range(1, rounds + 1))
         for crowd in crowds:

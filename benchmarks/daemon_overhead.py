@@ -32,10 +32,10 @@ sys.path.insert(0, str(ROOT))
 
 import psutil
 
+from tests.lines import follow_lines
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.journal.steps import last_steps
-from verl_slurm.runs.follow import follow_lines
 
 _SKIP = 2
 _ONE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

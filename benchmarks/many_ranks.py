@@ -43,8 +43,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from verl_slurm_daemon.decide import inputs
-from verl_slurm_daemon.decide.lead_model import Limits, Model
-from verl_slurm_daemon.decide.lead_states import State
+from verl_slurm_daemon.decide.lead_model import Limits, Model, State
 from verl_slurm_daemon.decide.policy import decide
 
 from benchmarks.curves import lines

@@ -211,7 +211,7 @@ def _ranks(lead: int) -> list[psutil.Process]:
             words = process.cmdline()
         except psutil.Error:
             continue
-        if words[3:4] and words[3] in ("verl_slurm.rendezvous", "verl_slurm.rendezvous.standby"):
+        if words[3:4] == ["verl_slurm.rendezvous"]:
             found.append(process)
     return found
 

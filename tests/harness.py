@@ -19,13 +19,13 @@ import psutil
 
 from tests.journals import Line, read_events
 from tests.ledger_stats import ledger_stats
+from tests.lines import follow_lines
 from tests.processes import captured, tell
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.journal.events import KINDS
 from verl_slurm.journal.status import read_status
-from verl_slurm.runs.follow import follow_lines
 from verl_slurm.slurm.facts import JobFacts
 from verl_slurm.slurm.slurm_client import SlurmClient
 from verl_slurm.wire.environment import LOG_VARIABLE
@@ -179,7 +179,7 @@ class LiveRun:
             except psutil.Error:
                 continue
             mine = "verl_slurm.trainer" in argv and str(self.paths.root) in argv and "RANK" in env
-            if "verl_slurm.rendezvous.standby" in argv:  # one that stood by, and trains now
+            if "--imports" in argv:  # one that stood by, and trains now
                 log = env.get(LOG_VARIABLE, "")
                 mine = log.startswith(str(self.paths.root)) and not _waits_for_orders(process)
             if mine and node in (None, env.get("SLURMD_NODENAME")):

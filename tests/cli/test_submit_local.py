@@ -25,7 +25,7 @@ LOCAL = ("--cluster", "local")
 
 def wait_for_event(run: Path, event: str) -> dict[str, Any]:
     """Block until the run's journal has this event."""
-    from verl_slurm.runs.follow import follow_lines
+    from tests.lines import follow_lines
 
     for line in follow_lines(run / "events.jsonl", silence_s=lambda: 60.0):
         assert line is not None, f"no {event} for a minute"

@@ -11,7 +11,7 @@ import pytest
 from tests.journals import append_event
 from tests.many_runs import make_run
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.runs.follow_many import FleetWatch
+from verl_slurm.runs.follow import FleetWatch
 from verl_slurm.slurm.slurm_client import SlurmClient
 
 Cli = Callable[..., Any]

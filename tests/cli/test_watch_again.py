@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.lines import follow_lines
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.runs.follow import follow_lines
 
 pytestmark = pytest.mark.slow
 

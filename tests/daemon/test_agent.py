@@ -22,20 +22,11 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checks import Finding
+from verl_slurm.wire import messages as msg
 from verl_slurm.wire.lead_file import LeadAddress, write_lead_address
-from verl_slurm.wire.messages import (
-    AgentReady,
-    Baseline,
-    FromAgent,
-    Launch,
-    NodeExited,
-    NodeUnfit,
-    Shutdown,
-    SignalSeen,
-)
 
 TOKEN = b"t" * 32
-LAUNCH = Launch(generation=1, epoch=3, node_rank=0, master_addr="127.0.0.1", master_port=29500, resume="")
+LAUNCH = msg.Launch(generation=1, epoch=3, node_rank=0, master_addr="127.0.0.1", master_port=29500, resume="")
 # torchrun takes seconds to say what a shell says at once.
 SHIM = """
 import sys
@@ -79,20 +70,20 @@ class Stage:
         program = self.box / "scontrol"
         program.write_text(SCONTROL.format(box=self.box))
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
-        self.heard: asyncio.Queue[FromAgent] = asyncio.Queue()
+        self.heard: asyncio.Queue[msg.FromAgent] = asyncio.Queue()
         self.links: list[AgentLink] = []
         self.places: tuple[str, ...] = ()
         self.process: asyncio.subprocess.Process | None = None
         self.server: asyncio.Server | None = None
 
-    async def lead(self, on_message: Callable[[AgentLink, FromAgent], None] = lambda *_: None) -> None:
+    async def lead(self, on_message: Callable[[AgentLink, msg.FromAgent], None] = lambda *_: None) -> None:
         """Listen as a lead, and hand on what agents say."""
 
         async def on_link(link: AgentLink) -> None:
             self.links.append(link)
-            link.send(Baseline(time=time.time(), places=self.places))
+            link.send(msg.Baseline(time=time.time(), places=self.places))
 
-            def deliver(message: FromAgent) -> None:
+            def deliver(message: msg.FromAgent) -> None:
                 self.heard.put_nowait(message)
                 on_message(link, message)
 
@@ -118,7 +109,7 @@ class Stage:
         )
         return self.process
 
-    async def hear(self, kind: type[FromAgent]) -> FromAgent:
+    async def hear(self, kind: type[msg.FromAgent]) -> msg.FromAgent:
         while not isinstance(message := await self.heard.get(), kind):
             pass
         return message
@@ -166,23 +157,23 @@ def play(stage: Stage, story: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(bounded())
 
 
-def launch(link: AgentLink, message: FromAgent) -> None:
-    if isinstance(message, AgentReady):
+def launch(link: AgentLink, message: msg.FromAgent) -> None:
+    if isinstance(message, msg.AgentReady):
         link.send(LAUNCH)
 
 
-def launch_and_answer(link: AgentLink, message: FromAgent) -> None:
+def launch_and_answer(link: AgentLink, message: msg.FromAgent) -> None:
     launch(link, message)
-    if isinstance(message, NodeExited):
-        link.send(Shutdown())
+    if isinstance(message, msg.NodeExited):
+        link.send(msg.Shutdown())
 
 
 def test_a_lead_that_heard_of_the_end_of_its_ranks_lets_the_agent_go(stage: Stage) -> None:
     async def story() -> None:
         await stage.lead(launch_and_answer)
         await stage.agent("exit 3")
-        heard = await stage.hear(NodeExited)
-        assert isinstance(heard, NodeExited)
+        heard = await stage.hear(msg.NodeExited)
+        assert isinstance(heard, msg.NodeExited)
         assert heard.exit_code == 3
         assert await stage.end() is ExitCode.OK
 
@@ -194,8 +185,8 @@ def test_a_python_that_is_not_on_the_node_is_no_crash_of_the_ranks(stage: Stage)
     async def story() -> None:
         await stage.lead(launch_and_answer)
         await stage.agent(shim=SHIM.replace("/bin/sh", "/away/bin/python"))
-        heard = await stage.hear(NodeExited)
-        assert isinstance(heard, NodeExited)
+        heard = await stage.hear(msg.NodeExited)
+        assert isinstance(heard, msg.NodeExited)
         assert heard.detail.startswith(f"{NOT_SET_UP}: /away/bin/python (found [Errno 2] No such file")
         await stage.end()
 
@@ -209,7 +200,7 @@ def test_a_lead_that_died_before_it_heard_of_that_is_not_taken_for_one_that_know
     async def story() -> None:
         await stage.lead(launch)  # it hears nothing any more: it waits for its disk, and is killed
         await stage.agent(f"exit {code}")
-        await stage.hear(NodeExited)
+        await stage.hear(msg.NodeExited)
         stage.die()
         assert await stage.end() is ExitCode.WIRE
 
@@ -222,9 +213,9 @@ def test_a_lead_that_dies_right_after_its_shutdown_leaves_the_requeue_to_the_age
     async def story() -> None:
         await stage.lead(launch)
         await stage.agent("trap '' TERM; sleep 600 & wait")
-        await stage.hear(AgentReady)
+        await stage.hear(msg.AgentReady)
         (link,) = stage.links
-        link.send(Shutdown())
+        link.send(msg.Shutdown())
         stage.die()
         await stage.end()
 
@@ -241,12 +232,12 @@ def test_no_signal_of_slurms_ends_an_agent_and_a_dead_srun_does_not_either(stage
         await stage.lead(launch)
         process = await stage.agent(stdout=out, stderr=out)
         os.close(out)
-        await stage.hear(AgentReady)
+        await stage.hear(msg.AgentReady)
         seen = set()
         for number in numbers:
             process.send_signal(number)
-            heard = await stage.hear(SignalSeen)
-            assert isinstance(heard, SignalSeen)
+            heard = await stage.hear(msg.SignalSeen)
+            assert isinstance(heard, msg.SignalSeen)
             seen.add(heard.signal)
         assert seen == set(numbers)
         stage.die()
@@ -284,7 +275,7 @@ def test_an_agent_that_cannot_work_still_sees_its_job_off(stage: Stage, what: st
                 stage.paths.lead_address.unlink()
         process = await stage.agent(stderr=asyncio.subprocess.PIPE)
         if what == "logs":
-            await stage.hear(AgentReady)
+            await stage.hear(msg.AgentReady)
         stage.die()
         _, said = await process.communicate()
         assert said.startswith(b"verl-slurmd: ")
@@ -304,8 +295,8 @@ def test_an_agent_that_cannot_begin_tells_the_lead_why(stage: Stage, what: str) 
         await stage.lead(launch)
         few = f"import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (0, 0))\n{SHIM}"  # no file of its own can be written
         await stage.agent(shim=SHIM if what == "run.yaml" else few, stderr=asyncio.subprocess.DEVNULL)
-        heard = await stage.hear(NodeExited)
-        assert isinstance(heard, NodeExited)
+        heard = await stage.hear(msg.NodeExited)
+        assert isinstance(heard, msg.NodeExited)
         assert heard.node == "n2"
         assert heard.exit_code not in (0, None)
         assert ("run.yaml" if what == "run.yaml" else "temporary directory") in heard.detail
@@ -318,7 +309,7 @@ def test_the_log_tells_the_story_and_is_private(stage: Stage) -> None:
     async def story() -> None:
         await stage.lead(launch)
         await stage.agent()
-        await stage.hear(AgentReady)
+        await stage.hear(msg.AgentReady)
         stage.die()
         await stage.end()
 
@@ -338,9 +329,9 @@ def test_on_a_node_that_is_not_fit_no_rank_starts_and_the_lead_is_told(stage: St
         started = stage.box / "started"
         await stage.lead(launch)
         await stage.agent(f"touch {started}")
-        heard = await stage.hear(NodeUnfit)
-        assert heard == NodeUnfit(node="n2", evidence="mounts: /nowhere/data: No such file or directory")
-        stage.links[0].send(Shutdown())
+        heard = await stage.hear(msg.NodeUnfit)
+        assert heard == msg.NodeUnfit(node="n2", evidence="mounts: /nowhere/data: No such file or directory")
+        stage.links[0].send(msg.Shutdown())
         assert await stage.end() is ExitCode.OK
         assert not started.exists()
 

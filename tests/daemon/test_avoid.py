@@ -25,23 +25,17 @@ def avoid(minutes_ago: float, *nodes: str) -> Event:
     return make_event("avoid", time=at.isoformat(timespec="milliseconds"), nodes=list(nodes))
 
 
-def test_a_node_is_avoided_for_its_time_and_no_longer() -> None:
+def test_a_node_is_avoided_for_its_time_and_damaged_events_are_passed_over() -> None:
     events = [avoid(61, "n1"), avoid(59, "n2")]
     assert History(events).avoided_nodes(["n3"], NOW, 3600.0) == ("n3", "n2")
-
-
-def test_with_no_time_nothing_is_avoided() -> None:
     assert History([avoid(0, "n1")]).avoided_nodes(["n2"], NOW, 0.0) == ()
-
-
-def test_damaged_events_are_passed_over() -> None:
-    events = [
+    damaged = [
         make_event("avoid", time="yesterday", nodes=["n1"]),
         make_event("avoid", time="2026-11-21T11:59:00", nodes=["n1"]),
         make_event("avoid", nodes=["n1"]),
         make_event("stacks", time=NOW.isoformat(), node="n1"),
     ]
-    assert History(events).avoided_nodes([], NOW, 3600.0) == ()
+    assert History(damaged).avoided_nodes([], NOW, 3600.0) == ()
 
 
 NODES = "\n".join(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from verl_slurm_daemon.lead.code_copy import check_code
+from verl_slurm_daemon.lead.attempt_start import check_code
 
 from verl_slurm.base.errors import ConfigError, DataError, PermissionRefused
 from verl_slurm.base.paths import RunPaths

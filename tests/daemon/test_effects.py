@@ -8,31 +8,22 @@ from pathlib import Path
 import pytest
 from verl_slurm_daemon.allocation.contract import Avoided
 from verl_slurm_daemon.decide import actions as act, inputs
-from verl_slurm_daemon.journal import Journal
-from verl_slurm_daemon.lead import agents_step, attempt_start, effects as module, requeueing, stack_requests
+from verl_slurm_daemon.lead import agents_step, attempt_start, effects as module, requeueing, restarts
 from verl_slurm_daemon.lead.agents_step import Step
 from verl_slurm_daemon.lead.effects import Effects
 from verl_slurm_daemon.lead.resume import ReadBack, ResumePoint
 from verl_slurm_daemon.link.channel import connect
 
 from tests.builders import run_config, write_config
-from tests.fakes.allocation import ScriptedAllocation
+from tests.fakes.allocation import ScriptedAllocation, first_attempt
 from tests.journals import read_events
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checks.bad_nodes import recall, remember
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.wire import messages as msg
 from verl_slurm.wire.lead_file import read_lead_address
-from verl_slurm.wire.messages import (
-    AgentReady,
-    Baseline,
-    DumpStacks,
-    NodeExited,
-    NodeUnfit,
-    Shutdown,
-    ToAgent,
-)
 
 REQUEUED = inputs.RequeueAnswered(ExitCode.REQUEUED, "requeued")
 
@@ -42,8 +33,7 @@ def effects_of(
 ) -> tuple[Effects, "asyncio.Queue[inputs.Input]"]:
     paths, posted = RunPaths(tmp_path), asyncio.Queue[inputs.Input]()
     write_config(paths)
-    journal = Journal(paths, epoch=1, job_id="7")
-    return Effects(paths, RunConfig(), allocation, journal, 1, posted.put_nowait), posted
+    return Effects(first_attempt(paths, RunConfig(), allocation, posted.put_nowait)), posted
 
 
 @pytest.mark.scenario("L06")
@@ -121,9 +111,11 @@ def test_a_node_that_is_not_fit_is_left_and_told_and_written_down_if_that_lasts(
         await effects.open()
         address = read_lead_address(RunPaths(tmp_path))
         link = await connect(address.host, address.port, bytes.fromhex(address.token), 1)
-        link.send(NodeUnfit(node="n2", evidence="GPUs: off the bus", passing=passing))
+        link.send(msg.NodeUnfit(node="n2", evidence="GPUs: off the bus", passing=passing))
         event = await posted.get()
-        await asyncio.gather(*(task for task in effects._tasks if "write_down" in str(task.get_coro())))
+        await asyncio.gather(
+            *(task for task in effects.attempt.tasks if "write_down" in str(task.get_coro()))
+        )
         await link.close()
         await effects.close()
         return event
@@ -141,12 +133,12 @@ def test_storage_that_fails_before_the_step_is_neither_a_crash_nor_the_end_of_th
     def look(*_: object) -> ResumePoint:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(module, "find_resume_point", look)
+    monkeypatch.setattr(restarts, "find_resume_point", look)
 
     async def story() -> tuple[inputs.Input, object]:
         effects, posted = effects_of(tmp_path, ScriptedAllocation())
         effects.perform(act.StartGeneration(1))
-        return await posted.get(), effects.exit
+        return await posted.get(), effects.attempt.exit
 
     detail = "the step was not started: [Errno 5] Input/output error"
     assert asyncio.run(story()) == (inputs.StartHindered(detail), None)
@@ -167,7 +159,7 @@ def test_what_a_run_can_do_without_ends_no_run_where_storage_fails_it(
         await effects.open()
         await asyncio.sleep(0.1)
         await effects.close()
-        return effects.exit
+        return effects.attempt.exit
 
     assert asyncio.run(story()) is None
     (said,) = [event for event in read_events(RunPaths(tmp_path)) if event["event"] == "warning"]
@@ -223,7 +215,7 @@ def test_a_take_down_reaches_a_generation_at_any_moment(
         assert go_on.wait(30)
         return ResumePoint("", (), "start+0")
 
-    monkeypatch.setattr(module, "find_resume_point", look)
+    monkeypatch.setattr(restarts, "find_resume_point", look)
     monkeypatch.setattr(agents_step, "GOODBYE_S", 0.05)
 
     async def story() -> tuple[inputs.Input, int]:
@@ -249,33 +241,33 @@ class Heard:
     """A link that only notes what it is to send."""
 
     def __init__(self) -> None:
-        self.sent: list[ToAgent] = []
+        self.sent: list[msg.ToAgent] = []
 
-    def send(self, message: ToAgent) -> None:
+    def send(self, message: msg.ToAgent) -> None:
         self.sent.append(message)
 
 
 def test_stacks_that_come_late_do_not_end_the_generation_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stack_requests, "_STACKS_S", 0.02)
+    monkeypatch.setattr(agents_step, "_STACKS_S", 0.02)
 
-    async def story(ends: bool) -> list[ToAgent]:
+    async def story(ends: bool) -> list[msg.ToAgent]:
         effects, _ = effects_of(tmp_path, ScriptedAllocation())
         hung, following = Heard(), Heard()
-        effects._step = first = Step(1, 1)
+        effects.restarts.step = first = Step(1, 1)
         first.links = {"n1": hung}  # type: ignore[dict-item]
         effects.perform(act.TakeDown(stacks=True))
         await asyncio.sleep(0)
         if ends:
-            effects._step = Step(2, 1)
-            effects._step.links = {"n1": following}  # type: ignore[dict-item]
-        await asyncio.gather(*effects._tasks)
+            effects.restarts.step = Step(2, 1)
+            effects.restarts.step.links = {"n1": following}  # type: ignore[dict-item]
+        await asyncio.gather(*effects.attempt.tasks)
         assert first.leaving.is_set() is not ends
         return [*hung.sent, *following.sent]
 
-    assert asyncio.run(story(ends=False)) == [DumpStacks(), Shutdown()]
-    assert asyncio.run(story(ends=True)) == [DumpStacks()]
+    assert asyncio.run(story(ends=False)) == [msg.DumpStacks(), msg.Shutdown()]
+    assert asyncio.run(story(ends=True)) == [msg.DumpStacks()]
 
 
 @pytest.mark.scenario("K03")
@@ -291,7 +283,7 @@ def test_a_deadline_counts_from_when_it_was_set_however_long_it_takes_to_write_t
             passed[0] += 3600.0
 
         effects, posted = effects_of(tmp_path, ScriptedAllocation())
-        monkeypatch.setattr(effects._journal, "write", slow_disk)
+        monkeypatch.setattr(effects.attempt.journal, "write", slow_disk)
         effects.perform(act.SaveRequest(request_id=1, stop=True, seconds_left=3500.0))
         for _ in range(3):
             await asyncio.sleep(0)
@@ -306,13 +298,13 @@ def test_an_effect_that_breaks_ends_the_lead_with_its_reason(
     def look(*_: object) -> ResumePoint:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(module, "find_resume_point", look)
+    monkeypatch.setattr(restarts, "find_resume_point", look)
 
     async def story() -> tuple[ExitCode, str] | None:
         effects, posted = effects_of(tmp_path, ScriptedAllocation())
         effects.perform(act.StartGeneration(1))
         await posted.get()
-        return effects.exit
+        return effects.attempt.exit
 
     assert asyncio.run(story()) == (ExitCode.INTERNAL, "a bug")
 
@@ -325,8 +317,7 @@ def test_a_checkpoint_that_was_pruned_is_not_asked_for_from_the_nodes(
     async def story() -> tuple[inputs.Input, int]:
         paths, posted, allocation = RunPaths(tmp_path), asyncio.Queue[inputs.Input](), ScriptedAllocation()
         config = run_config(local_dir="/scratch")
-        journal = Journal(paths, epoch=1, job_id="7")
-        effects = Effects(paths, config, allocation, journal, 1, posted.put_nowait)
+        effects = Effects(first_attempt(paths, config, allocation, posted.put_nowait))
         effects.perform(act.Verify("step_000002"))
         return await posted.get(), allocation.steps
 
@@ -341,15 +332,15 @@ def test_an_agent_whose_ranks_have_ended_hears_that_this_was_heard(
     monkeypatch.setattr(module, "scrub_forever", never)
     private_dir(RunPaths(tmp_path).control)
 
-    async def story() -> tuple[list[ToAgent], inputs.Input]:
+    async def story() -> tuple[list[msg.ToAgent], inputs.Input]:
         effects, posted = effects_of(tmp_path, ScriptedAllocation())
         await effects.open()
         address = read_lead_address(RunPaths(tmp_path))
         link = await connect(address.host, address.port, bytes.fromhex(address.token), 1)
-        heard: asyncio.Queue[ToAgent] = asyncio.Queue()
+        heard: asyncio.Queue[msg.ToAgent] = asyncio.Queue()
         listening = asyncio.create_task(link.messages(heard.put_nowait))
-        link.send(AgentReady(node="n", node_id=0, address="127.0.0.1", free_port=1))
-        link.send(NodeExited(node="n", exit_code=1, detail="killed"))
+        link.send(msg.AgentReady(node="n", node_id=0, address="127.0.0.1", free_port=1))
+        link.send(msg.NodeExited(node="n", exit_code=1, detail="killed"))
         answers, event = [await heard.get(), await heard.get()], await posted.get()
         listening.cancel()
         await link.close()
@@ -357,8 +348,8 @@ def test_an_agent_whose_ranks_have_ended_hears_that_this_was_heard(
         return answers, event
 
     answers, event = asyncio.run(story())
-    assert isinstance(answers[0], Baseline)
-    assert answers[1:] == [Shutdown()]
+    assert isinstance(answers[0], msg.Baseline)
+    assert answers[1:] == [msg.Shutdown()]
     assert event == inputs.NodeFailed("n", "killed")
 
 
@@ -377,11 +368,11 @@ def test_a_frame_that_is_refused_is_journaled_and_its_node_is_lost_once(
         await effects.open()
         address = read_lead_address(RunPaths(tmp_path))
         link = await connect(address.host, address.port, bytes.fromhex(address.token), 1)
-        link.send(AgentReady(node="n", node_id=0, address="127.0.0.1", free_port=1))
+        link.send(msg.AgentReady(node="n", node_id=0, address="127.0.0.1", free_port=1))
         if leaving:
-            effects._step.leaving.set()
+            effects.restarts.step.leaving.set()
         link._framer._sent -= 1  # the next frame has the number of this one
-        link.send(NodeExited(node="n", exit_code=1, detail="killed"))
+        link.send(msg.NodeExited(node="n", exit_code=1, detail="killed"))
         event = await posted.get()
         assert posted.empty()
         await link.close()

@@ -6,15 +6,14 @@ from pathlib import Path
 import pytest
 from verl_slurm_daemon.allocation.contract import StepPlacement
 from verl_slurm_daemon.decide import actions as act, inputs
-from verl_slurm_daemon.decide.lead_model import Limits, Model
-from verl_slurm_daemon.decide.lead_states import State
+from verl_slurm_daemon.decide.lead_model import Limits, Model, State
 from verl_slurm_daemon.decide.policy import decide
-from verl_slurm_daemon.lead import growing
+from verl_slurm_daemon.lead import standby_agents
 from verl_slurm_daemon.lead.agents_step import Step
-from verl_slurm_daemon.lead.growing import watch_growth, worth
+from verl_slurm_daemon.lead.standby_agents import watch_growth, worth
 
 from tests.builders import run_config
-from tests.fakes.allocation import ScriptedAllocation
+from tests.fakes.allocation import ScriptedAllocation, first_attempt
 from tests.journals import make_event
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
@@ -74,9 +73,10 @@ def watched(root: Path, monkeypatch: pytest.MonkeyPatch, idle: int, looks: int =
         step.training.set()
         running = step.processes[0]
         config = run_config(nodes=2, dp_size=2, min_nodes=1, steps=40)
-        monkeypatch.setattr(growing.asyncio, "sleep", pause)
+        monkeypatch.setattr(standby_agents.asyncio, "sleep", pause)
         try:
-            await watch_growth(paths, config, allocation, step, said.append, lambda: now)  # type: ignore[arg-type]
+            attempt = first_attempt(paths, config, allocation, said.append)
+            await watch_growth(attempt, step, lambda: now)
         finally:
             running.kill()
             await running.wait()

@@ -1,6 +1,7 @@
 """When silence is a hang: by the run's own pace, never before the floor."""
 
 import asyncio
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -13,99 +14,80 @@ from verl_slurm.config.schema import DaemonConfig
 from verl_slurm.wire.messages import Progress, RankStarted, SaveStarted
 
 
-def watch() -> HangWatch:
-    return HangWatch(factor=5.0, floor_s=60.0, load_s=900.0)
+def watch(*moves: tuple[Any, ...]) -> HangWatch:
+    """Each move: what a rank did, the rank, its safe points where it passed one, and when."""
+    hang = HangWatch(factor=5.0, floor_s=60.0, load_s=900.0)
+    for what, rank, *more in moves:
+        getattr(hang, what)(int(rank), *more)
+    return hang
 
 
-def test_nobody_hangs_who_has_not_spoken() -> None:
-    hang = watch()
-    assert hang.silence(10_000.0) is None
-    assert hang.next_look_s(10_000.0) == 60.0
+# Its loop begins; a step takes 400 s, more than the floor.
+LOOP = (("started", 0, 0.0), ("passed", 0, 0, 30.0))
 
 
-def test_loading_has_a_limit_of_its_own() -> None:
-    hang = watch()
-    hang.started(0, 0.0)
-    assert hang.next_look_s(0.0) == 60.0  # not 900: by then it may train
-    assert hang.silence(899.0) is None
+@pytest.mark.parametrize(
+    ("moves", "hung_at"),
+    [
+        pytest.param([("started", 0, 0.0)], 900.0, id="loading has a limit of its own"),
+        pytest.param(
+            [("passed", 0, n + 1, float(n)) for n in range(3)], 62.0, id="a fast run gets the floor"
+        ),
+        pytest.param(
+            [("passed", 0, n, at) for n, at in enumerate((0.0, 40.0, 45.0), 1)],
+            245.0,
+            id="a slow run a multiple",
+        ),
+        pytest.param(
+            [("started", 0, 0.0), ("passed", 0, 1, 600.0)],
+            660.0,
+            id="loading is no pace: the first safe point",
+        ),
+        pytest.param(LOOP, 930.0, id="one safe point a step"),
+        pytest.param([*LOOP, ("passed", 0, 1, 430.0)], 2430.0, id="the_second_step_of_such_a_loop"),
+        pytest.param(
+            [("passed", 0, 9, 0.0), ("passed", 1, 9, 0.0), ("finished", 0, 10.0)], 60.0, id="one is done"
+        ),
+    ],
+)
+def test_silence_is_a_hang_by_the_runs_own_pace_and_never_before_the_floor(
+    moves: list[tuple[Any, ...]], hung_at: float
+) -> None:
+    hang = watch(*moves)
+    assert hang.silence(hung_at - 1.0) is None
+    assert hang.next_look_s(hung_at - 10.0) == 10.0
+    silence = hang.silence(hung_at)
+    assert silence is not None
+    assert silence.ranks == (1 if "finished" in {move[0] for move in moves} else 0,)
+
+
+def test_nobody_hangs_who_has_not_spoken_and_one_that_loads_may_train_by_the_next_look() -> None:
+    assert watch().silence(10_000.0) is None
+    assert watch().next_look_s(10_000.0) == 60.0
+    hang = watch(("started", 0, 0.0))
+    assert hang.next_look_s(0.0) == 60.0  # not 900
     silence = hang.silence(900.0)
     assert silence is not None
     assert "none before, limit 900 s" in silence.words
 
 
-def test_a_fast_run_still_gets_the_floor() -> None:
-    hang = watch()
-    for second in range(3):
-        hang.passed(0, second + 1, float(second))
-    assert hang.silence(2.0 + 59.0) is None
-    assert hang.silence(2.0 + 60.0) is not None
-    assert hang.next_look_s(2.0 + 50.0) == 10.0
-
-
-def test_a_slow_run_gets_a_multiple_of_its_longest_pause() -> None:
-    hang = watch()
-    for at in (0.0, 40.0, 45.0):
-        hang.passed(0, int(at) + 1, at)
-    assert hang.limit_s(0) == 200.0
-    assert hang.silence(45.0 + 199.0) is None
-    assert hang.silence(45.0 + 200.0) is not None
-
-
-def test_the_time_before_the_first_safe_point_is_no_pace() -> None:
-    hang = watch()
-    hang.started(0, 0.0)
-    hang.passed(0, 1, 600.0)
-    assert hang.limit_s(0) == 60.0
-
-
-def test_a_loop_with_one_safe_point_a_step_is_not_hung_in_its_second_step() -> None:
-    hang = watch()
-    hang.started(0, 0.0)
-    hang.passed(0, 0, 30.0)  # its loop begins; a step takes 400 s, more than the floor
-    assert hang.silence(30.0 + 899.0) is None
-    hang.passed(0, 1, 430.0)
-    assert hang.silence(430.0 + 1999.0) is None
-    assert hang.silence(430.0 + 2000.0) is not None
-
-
-def test_the_rank_that_is_behind_is_named_and_not_those_that_wait_for_it() -> None:
-    hang = watch()
-    for rank in range(4):
-        hang.passed(rank, 7, 0.0)
-    for rank in (0, 1, 3):
-        hang.passed(rank, 8, 1.0)
-    silence = hang.silence(60.0)
+def test_the_rank_that_is_behind_is_named_and_where_all_stand_alike_none() -> None:
+    behind = watch(
+        *(("passed", rank, 7, 0.0) for rank in range(4)), *(("passed", n, 8, 1.0) for n in (0, 1, 3))
+    )
+    silence = behind.silence(60.0)
     assert silence is not None
     assert (silence.ranks, silence.safe_points, silence.foremost) == ((2,), 7, 8)
     assert silence.words.startswith("rank 2 has passed no safe point for 60 s")
-
-
-def test_where_all_stand_at_one_safe_point_nobody_is_blamed() -> None:
-    hang = watch()
-    for rank in range(10):
-        hang.passed(rank, 7, rank / 10)
-    silence = hang.silence(60.5)
+    silence = watch(*(("passed", rank, 7, rank / 10) for rank in range(10))).silence(60.5)
     assert silence is not None
     assert silence.ranks == tuple(range(10))
     assert "ranks 0, 1, 2, 3, 4, 5, 6, 7, ... have passed" in silence.words
     assert "the stacks tell" in silence.words
 
 
-def test_a_rank_that_is_done_is_not_waited_for() -> None:
-    hang = watch()
-    hang.passed(0, 9, 0.0)
-    hang.passed(1, 9, 0.0)
-    hang.finished(0, 10.0)
-    silence = hang.silence(10_000.0)
-    assert silence is not None
-    assert silence.ranks == (1,)
-
-
 def test_processes_of_ranks_that_are_all_done_have_to_end() -> None:
-    hang = watch()
-    for rank in range(2):
-        hang.passed(rank, 9, 0.0)
-        hang.finished(rank, 10.0)
+    hang = watch(("passed", 0, 9, 0.0), ("finished", 0, 10.0), ("passed", 1, 9, 0.0), ("finished", 1, 10.0))
     assert hang.silence(69.0) is None
     silence = hang.silence(70.0)
     assert silence is not None
@@ -129,14 +111,15 @@ def test_whoever_passes_a_safe_point_within_the_floor_is_never_called_hung(
 
 
 def test_a_save_that_training_waits_for_has_the_patience_of_loading_and_is_no_pace() -> None:
-    hang = watch()
-    hang.passed(0, 1, 0.0)
-    hang.passed(0, 2, 1.0)
-    hang.saves(0, 2.0)
+    hang = watch(("passed", 0, 1, 0.0), ("passed", 0, 2, 1.0), ("saves", 0, 2.0))
     assert hang.silence(2.0 + 899.0) is None  # the last save of a run, on slow storage
     assert hang.silence(2.0 + 900.0) is not None
     hang.passed(0, 3, 500.0)
     assert hang.limit_s(0) == 60.0
+    heard = PaceWatch(DaemonConfig(hang_floor_s=60.0, load_timeout_s=900.0), lambda: 0.0)
+    heard.hear("n1", progress(1))
+    heard.hear("n1", SaveStarted(rank=0, request_id=0, step=1, safe_point=0))
+    assert heard._hang.limit_s(0) == 900.0
 
 
 def progress(safe_points: int) -> Progress:
@@ -187,10 +170,3 @@ def test_what_a_rank_says_right_after_a_stop_makes_no_pace_of_it(monkeypatch: py
     node, words = asyncio.run(pace.hang())
     assert node == ""
     assert "limit 60 s" in words
-
-
-def test_a_save_that_begins_is_heard() -> None:
-    pace = PaceWatch(DaemonConfig(hang_floor_s=60.0, load_timeout_s=900.0), lambda: 0.0)
-    pace.hear("n1", progress(1))
-    pace.hear("n1", SaveStarted(rank=0, request_id=0, step=1, safe_point=0))
-    assert pace._hang.limit_s(0) == 900.0

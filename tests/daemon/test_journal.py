@@ -42,16 +42,28 @@ def test_events_are_read_back_in_order_with_epoch_and_job(paths: RunPaths) -> No
     assert last["exit_code"] == 25
 
 
-def test_one_event_stays_one_line_of_the_log(paths: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.scenario("K02")
+def test_an_event_is_one_line_of_the_log_with_the_time_of_day_and_the_time_that_nobody_sets(
+    paths: RunPaths, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     Journal(paths, epoch=1, job_id="1").write(make_event("crash", detail="a\nb\x1b[31m\u2028c"))
     assert len(capsys.readouterr().out.splitlines()) == 1
+    before = time.monotonic()
+    Journal(RunPaths(tmp_path), epoch=3, job_id="7").write(make_event("restart", number=1))
+    date, steady, who, *_ = capsys.readouterr().out.split()
+    assert datetime.fromisoformat(date).tzinfo is not None
+    assert before - 0.001 <= float(steady) <= time.monotonic() + 0.001
+    assert who == "verl-slurm[3]"
 
 
-def test_a_last_line_cut_by_a_power_loss_is_left_out(paths: RunPaths) -> None:
-    Journal(paths, epoch=1, job_id="1").write(make_event("started"))
+def test_half_a_line_costs_that_line_alone_and_at_the_end_nothing_else(paths: RunPaths) -> None:
+    journal = Journal(paths, epoch=1, job_id="1")
+    journal.write(make_event("started"))
     with paths.events.open("ab") as file:
         file.write(b'{"event": "gener')
     assert [e["event"] for e in read_events(paths)] == ["started"]
+    journal.write(make_event("training"))
+    assert [e["event"] for e in read_events(paths)] == ["started", "training"]
 
 
 def test_no_run_is_made_where_the_runs_directory_was_moved_away(paths: RunPaths) -> None:
@@ -66,15 +78,6 @@ def test_no_run_is_made_where_the_runs_directory_was_moved_away(paths: RunPaths)
     aside.rename(paths.root)
     journal.write(make_event("training"))
     assert [e["event"] for e in read_events(paths)] == ["training"]
-
-
-def test_half_a_line_costs_that_line_alone(paths: RunPaths) -> None:
-    journal = Journal(paths, epoch=1, job_id="1")
-    journal.write(make_event("started"))
-    with paths.events.open("ab") as file:
-        file.write(b'{"event": "gener')
-    journal.write(make_event("training"))
-    assert [e["event"] for e in read_events(paths)] == ["started", "training"]
 
 
 def test_restarts_in_a_row_are_stuck_until_there_is_progress_or_a_new_submission() -> None:
@@ -100,12 +103,17 @@ def test_the_end_for_want_of_progress_has_the_words_of_the_last_crash() -> None:
     assert "the last one: judge: exit code 1;" in history(crash, service).no_progress("x")
 
 
-def test_a_time_limit_before_the_ranks_train_is_counted_and_is_no_crash() -> None:
+def test_time_limits_and_bad_nodes_before_training_are_counted_and_are_no_crash() -> None:
     limit = {"event": "cause", "cause": "time_limit"}
     twice = [restart("a"), limit] * 2
     assert (history(*twice).short, history(*twice).stuck) == (2, 0)
     assert history(restart("a"), {"event": "training"}, limit).short == 0
     assert history(*twice, {"event": "held", "stuck": 2}).short == 0, "released: anew"
+    bad = {"event": "cause", "cause": "bad_node"}
+    started = [restart("a"), bad]
+    assert (history(*started * 3).unfit, history(*started * 3).stuck) == (3, 0)
+    assert history(*started, {"event": "training"}, *started).unfit == 1
+    assert history(*started, {"event": "submitted"}).unfit == 0
 
 
 @pytest.mark.scenario("FLT-A")
@@ -118,18 +126,6 @@ def test_what_the_environment_stopped_is_counted_until_something_new_is_there() 
         assert history(*lived, news, failed).failed_starts("7", 0) == 1
 
 
-@pytest.mark.scenario("K02")
-def test_a_line_carries_the_time_of_day_and_the_time_that_nobody_sets(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = time.monotonic()
-    Journal(RunPaths(tmp_path), epoch=3, job_id="7").write(make_event("restart", number=1))
-    date, steady, who, *_ = capsys.readouterr().out.split()
-    assert datetime.fromisoformat(date).tzinfo is not None
-    assert before - 0.001 <= float(steady) <= time.monotonic() + 0.001
-    assert who == "verl-slurm[3]"
-
-
 @pytest.mark.scenario("C01")
 def test_the_snapshot_is_the_owners_alone(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
@@ -139,14 +135,6 @@ def test_the_snapshot_is_the_owners_alone(tmp_path: Path) -> None:
     new.status(Status(step=7))
     old.status(Status(step=2))
     assert msgspec.json.decode(paths.status.read_bytes(), type=Status).step == 7
-
-
-def test_attempts_that_met_bad_nodes_are_counted_until_one_trains() -> None:
-    bad = {"event": "cause", "cause": "bad_node"}
-    started = [restart("a"), bad]
-    assert (history(*started * 3).unfit, history(*started * 3).stuck) == (3, 0)
-    assert history(*started, {"event": "training"}, *started).unfit == 1
-    assert history(*started, {"event": "submitted"}).unfit == 0
 
 
 def test_an_attempt_that_lost_the_run_says_so_and_nothing_else_in_the_journal(tmp_path: Path) -> None:

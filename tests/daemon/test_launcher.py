@@ -6,15 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from verl_slurm_daemon.agent.rank_container import environ_of_image, gpus_here, ranks_environ
-from verl_slurm_daemon.allocation.launcher import (
-    StepNodes,
-    agent_argv,
-    launcher_argv,
-    launcher_env,
-    nodes_of_step,
-    service_host_argv,
-    step_argv,
-)
+from verl_slurm_daemon.allocation import launcher
 
 import verl_slurm
 from tests.builders import run_config
@@ -39,7 +31,9 @@ LIFE = ["--run", "/shared/me/run", "--epoch", "7", "--resume", "step_000004"]
 def test_all_attempts_of_a_run_continue_one_run_of_its_trackers(backend: str) -> None:
     config = msgspec.convert({"name": "mine", "trainer": {"backend": backend}}, RunConfig)
     first, later = (
-        launcher_env({}, config, PATHS, msgspec.structs.replace(LAUNCH, epoch=epoch), Path(f"/run/{epoch}"))
+        launcher.launcher_env(
+            {}, config, PATHS, msgspec.structs.replace(LAUNCH, epoch=epoch), Path(f"/run/{epoch}")
+        )
         for epoch in (1, 2)
     )
     names = ("WANDB_RUN_ID", "SWANLAB_RUN_ID", "TENSORBOARD_DIR")
@@ -48,28 +42,37 @@ def test_all_attempts_of_a_run_continue_one_run_of_its_trackers(backend: str) ->
         "the first attempt finds none"
     )
     assert re.fullmatch(r"[a-z0-9]{21}", first["SWANLAB_RUN_ID"])
-    another = launcher_env({}, config, RunPaths("/another"), LAUNCH, Path("/run/1"))
+    another = launcher.launcher_env({}, config, RunPaths("/another"), LAUNCH, Path("/run/1"))
     assert not {another[name] for name in names} & {first[name] for name in names}
-    mine = launcher_env({"WANDB_RUN_ID": "mine"}, config, PATHS, LAUNCH, Path("/run/1"))
+    mine = launcher.launcher_env({"WANDB_RUN_ID": "mine"}, config, PATHS, LAUNCH, Path("/run/1"))
     assert mine["WANDB_RUN_ID"] == "mine"
 
 
-def test_the_launcher_of_ranks_is_told_its_place_and_the_program() -> None:
-    argv = launcher_argv("python", RunConfig(), PATHS, LAUNCH, Path("/run/x"))
+def test_the_launcher_of_ranks_is_told_its_place_and_so_is_ray() -> None:
+    argv = launcher.launcher_argv("python", RunConfig(), PATHS, LAUNCH, Path("/run/x"))
     assert argv[:7] == ["python", "-P", "-m", "verl_slurm_daemon.agent.ranks", "2", "1", "1"]
     assert argv[7:] == ["-m", "verl_slurm.trainer", *LIFE]
+    argv = launcher.launcher_argv("python", _guest("backend: verl"), PATHS, LAUNCH, Path("/run/x"))
+    assert argv[:4] == ["python", "-P", "-m", "verl_slurm.loops.ray_node"]
+    place = ["--node-rank", "1", "--head", "10.0.0.1:29500", "--nodes", "2", "--scratch", "/run/x"]
+    assert argv[-8:] == place
 
 
-def test_a_step_has_one_agent_a_node_and_no_opinion_about_their_ends() -> None:
-    argv = step_argv("srun", RunConfig(), agent_argv("python", PATHS, 7))
+def test_a_step_has_one_agent_a_node_and_a_heterogeneous_one_its_components_counts() -> None:
+    argv = launcher.step_argv("srun", RunConfig(), launcher.daemon_argv("python", "agent", PATHS, 7))
     assert "--ntasks=2" in argv
     assert "--kill-on-bad-exit=0" in argv
-    assert argv[-9:] == agent_argv("python", PATHS, 7)
+    assert argv[-9:] == launcher.daemon_argv("python", "agent", PATHS, 7)
+    argv = launcher.step_argv(
+        "srun", RunConfig(), launcher.daemon_argv("python", "agent", PATHS, 7), het_size=3
+    )
+    assert "--het-group=0,1,2" in argv
+    assert not [word for word in argv if word.startswith(("--nodes", "--ntasks="))]
 
 
 @pytest.mark.scenario("M08")
 def test_no_secret_is_on_a_command_line_or_in_the_environment() -> None:
-    env = launcher_env({"PATH": "/bin"}, RunConfig(), PATHS, LAUNCH, Path("/run/x"))
+    env = launcher.launcher_env({"PATH": "/bin"}, RunConfig(), PATHS, LAUNCH, Path("/run/x"))
     assert set(env) == {
         "PATH",
         "VERL_SLURM_CONTROL",
@@ -93,40 +96,32 @@ def test_no_secret_is_on_a_command_line_or_in_the_environment() -> None:
     }
 
 
-def test_a_set_of_texts_has_one_order_in_all_attempts_unless_the_user_says_otherwise() -> None:
+@pytest.mark.scenario("M06")
+def test_hash_seed_flight_records_and_place_of_compiled_code_are_ours_unless_the_user_says_otherwise() -> (
+    None
+):
     for said, seed in (({}, "0"), ({"PYTHONHASHSEED": "random"}, "random")):
-        env = launcher_env(dict(said), RunConfig(), PATHS, LAUNCH, Path("/run/x"))
+        env = launcher.launcher_env(dict(said), RunConfig(), PATHS, LAUNCH, Path("/run/x"))
         assert env["PYTHONHASHSEED"] == seed
-
-
-def test_torch_keeps_its_last_collectives_unless_the_user_says_otherwise() -> None:
-    env = launcher_env({"TORCH_FR_BUFFER_SIZE": "7"}, RunConfig(), PATHS, LAUNCH, Path("/run/x"))
+    env = launcher.launcher_env({"TORCH_FR_BUFFER_SIZE": "7"}, RunConfig(), PATHS, LAUNCH, Path("/run/x"))
     assert env["TORCH_FR_BUFFER_SIZE"] == "7"
     assert env["TORCH_FR_DUMP_TEMP_FILE"] == f"{PATHS.logs}/epoch_000007.gen_02.flight.rank_"
     none = msgspec.structs.replace(RunConfig(), health=HealthConfig(flight_records=0))
     assert not [
-        name for name in launcher_env({}, none, PATHS, LAUNCH, Path("/run/x")) if "TORCH_" in name[:6]
+        name
+        for name in launcher.launcher_env({}, none, PATHS, LAUNCH, Path("/run/x"))
+        if "TORCH_" in name[:6]
     ]
-
-
-@pytest.mark.scenario("M06")
-def test_compiled_code_is_loaded_from_no_place_that_others_can_make() -> None:
     """By default torch loads it from /tmp/torchinductor_USER. What the user himself has set stays."""
     private = Path("/run/verl-slurm-1-x")
-    assert launcher_env({}, RunConfig(), PATHS, LAUNCH, private)["TORCHINDUCTOR_CACHE_DIR"].startswith(
-        f"{private}/"
-    )
+    assert launcher.launcher_env({}, RunConfig(), PATHS, LAUNCH, private)[
+        "TORCHINDUCTOR_CACHE_DIR"
+    ].startswith(f"{private}/")
     mine = {"TORCHINDUCTOR_CACHE_DIR": "/home/me/compiled"}
     assert (
-        launcher_env(mine, RunConfig(), PATHS, LAUNCH, private)["TORCHINDUCTOR_CACHE_DIR"]
+        launcher.launcher_env(mine, RunConfig(), PATHS, LAUNCH, private)["TORCHINDUCTOR_CACHE_DIR"]
         == "/home/me/compiled"
     )
-
-
-def test_a_heterogeneous_step_takes_its_counts_from_the_components() -> None:
-    argv = step_argv("srun", RunConfig(), agent_argv("python", PATHS, 7), het_size=3)
-    assert "--het-group=0,1,2" in argv
-    assert not [word for word in argv if word.startswith(("--nodes", "--ntasks="))]
 
 
 IMAGE = "/images/i.sqsh"
@@ -139,7 +134,7 @@ def contained(runtime: str, *more: str, gpus: Gpus = "", image: str = IMAGE) -> 
     words = ("run_dir=/shared/run", "model.path=/models/m", container, "checkpoint.local_dir=/nvme", *more)
     config = parse_config(b"", "my.yaml", words)
     argv = contained_ranks_argv(
-        config, gpus, "/run/x", launcher_argv("py", config, PATHS, LAUNCH, Path("/run/x"))
+        config, gpus, "/run/x", launcher.launcher_argv("py", config, PATHS, LAUNCH, Path("/run/x"))
     )
     at = argv.index("py")
     assert argv[at : at + 3] == ["py", "-P", "-c"]
@@ -214,11 +209,11 @@ def test_pyxis_is_told_by_options_of_srun() -> None:
     container = f"slurm.container={{runtime: pyxis, image: {IMAGE}, python: py, binds: [/opt]}}"
     words = ("run_dir=/shared/run", "model.path=/models/m", "slurm.gpus_per_node=1", container)
     config = parse_config(b"", "my.yaml", words)
-    argv = step_argv("srun", config, agent_argv("/venv/bin/python", PATHS, 7))
+    argv = launcher.step_argv("srun", config, launcher.daemon_argv("/venv/bin/python", "agent", PATHS, 7))
     assert f"--container-image={IMAGE}" in argv
     assert "--container-mounts=/models/m:/models/m:ro,/opt:/opt:rw,/shared/run:/shared/run:rw" in argv
     assert "--container-workdir=/tmp" in argv
-    assert argv[-6:] == agent_argv("python", PATHS, 7)[3:]
+    assert argv[-6:] == launcher.daemon_argv("python", "agent", PATHS, 7)[3:]
     # Enroot's hook mounts the driver if it is asked to; the device is `auto`.
     assert in_image(config)["NVIDIA_VISIBLE_DEVICES"] == "all"
     assert in_image(parse_config(b"", "my.yaml", words[:2])) == {}
@@ -301,20 +296,13 @@ def _guest(text: str) -> RunConfig:
     ],
 )
 def test_a_guest_is_started_with_its_own_words(text: str, program: list[str]) -> None:
-    argv = launcher_argv("python", _guest(text), PATHS, LAUNCH, Path("/run/x"))
+    argv = launcher.launcher_argv("python", _guest(text), PATHS, LAUNCH, Path("/run/x"))
     assert argv[7:] == program
-
-
-def test_ray_is_told_where_its_head_is_and_which_node_this_is() -> None:
-    argv = launcher_argv("python", _guest("backend: verl"), PATHS, LAUNCH, Path("/run/x"))
-    assert argv[:4] == ["python", "-P", "-m", "verl_slurm.loops.ray_node"]
-    place = ["--node-rank", "1", "--head", "10.0.0.1:29500", "--nodes", "2", "--scratch", "/run/x"]
-    assert argv[-8:] == place
 
 
 def test_a_guest_learns_from_its_environment_whose_life_it_leads() -> None:
     config = _guest("backend: command, command: [/x/train.py]")
-    env = launcher_env({"PYTHONPATH": "/mine"}, config, PATHS, LAUNCH, Path("/run/x"))
+    env = launcher.launcher_env({"PYTHONPATH": "/mine"}, config, PATHS, LAUNCH, Path("/run/x"))
     assert {key: value for key, value in env.items() if key.startswith("VERL_SLURM_")} == {
         "VERL_SLURM_CONTROL": "/run/x",
         "VERL_SLURM_RUN": "/shared/me/run",
@@ -333,35 +321,35 @@ BESIDE = ServiceConfig(command=("beside.py",))
 @pytest.mark.parametrize(
     ("services", "sizes", "service", "nodes"),
     [
-        ({}, (2,), "", StepNodes(range(2), (0,), True)),
-        ({}, (1, 1), "", StepNodes(range(2), (0, 1), True)),
-        ({"judge": JUDGE}, (4,), "", StepNodes(range(2), (0,), False)),
-        ({"judge": JUDGE}, (4,), "judge", StepNodes(range(2, 4), (0,), False)),
-        ({"beside": BESIDE}, (2,), "", StepNodes(range(2), (0,), True)),
-        ({"beside": BESIDE}, (2,), "beside", StepNodes(range(1), (0,), False)),
-        ({"apart": APART, "judge": JUDGE}, (4, 1), "judge", StepNodes(range(2, 4), (0,), False)),
-        ({"apart": APART, "judge": JUDGE}, (4, 1), "apart", StepNodes(range(4, 5), (1,), True)),
+        ({}, (2,), "", launcher.StepNodes(range(2), (0,), True)),
+        ({}, (1, 1), "", launcher.StepNodes(range(2), (0, 1), True)),
+        ({"judge": JUDGE}, (4,), "", launcher.StepNodes(range(2), (0,), False)),
+        ({"judge": JUDGE}, (4,), "judge", launcher.StepNodes(range(2, 4), (0,), False)),
+        ({"beside": BESIDE}, (2,), "", launcher.StepNodes(range(2), (0,), True)),
+        ({"beside": BESIDE}, (2,), "beside", launcher.StepNodes(range(1), (0,), False)),
+        ({"apart": APART, "judge": JUDGE}, (4, 1), "judge", launcher.StepNodes(range(2, 4), (0,), False)),
+        ({"apart": APART, "judge": JUDGE}, (4, 1), "apart", launcher.StepNodes(range(4, 5), (1,), True)),
         # By hand, in a component of their own though the configuration does not say so.
-        ({"judge": JUDGE}, (2, 2), "", StepNodes(range(2), (0,), True)),
-        ({"judge": JUDGE}, (2, 2), "judge", StepNodes(range(2, 4), (1,), True)),
+        ({"judge": JUDGE}, (2, 2), "", launcher.StepNodes(range(2), (0,), True)),
+        ({"judge": JUDGE}, (2, 2), "judge", launcher.StepNodes(range(2, 4), (1,), True)),
     ],
 )
 def test_the_step_of_each_service_has_its_nodes_and_that_of_the_ranks_the_rest(
-    services: dict[str, ServiceConfig], sizes: tuple[int, ...], service: str, nodes: StepNodes
+    services: dict[str, ServiceConfig], sizes: tuple[int, ...], service: str, nodes: launcher.StepNodes
 ) -> None:
-    assert nodes_of_step(run_config(nodes=2, services=services), sizes, service) == nodes
+    assert launcher.nodes_of_step(run_config(nodes=2, services=services), sizes, service) == nodes
 
 
 def test_a_step_on_a_part_of_a_component_names_its_nodes() -> None:
     config, host = (
         run_config(nodes=2, services={"judge": JUDGE}),
-        service_host_argv("python", PATHS, 7, "judge"),
+        launcher.daemon_argv("python", "service", PATHS, 7, "--name", "judge"),
     )
-    nodes = nodes_of_step(config, (4,), "judge")
-    argv = step_argv("srun", config, host, nodes=nodes, names=["n3", "n4"])
+    nodes = launcher.nodes_of_step(config, (4,), "judge")
+    argv = launcher.step_argv("srun", config, host, nodes=nodes, names=["n3", "n4"])
     assert {"--nodes=2", "--ntasks=2", "--nodelist=n3,n4", "--overlap"} <= set(argv)
     assert argv[-len(host) :] == host
-    nodes = nodes_of_step(run_config(nodes=2, services={"apart": APART}), (2, 1), "apart")
-    argv = step_argv("srun", config, host, het_size=2, nodes=nodes, cpus=8)
+    nodes = launcher.nodes_of_step(run_config(nodes=2, services={"apart": APART}), (2, 1), "apart")
+    argv = launcher.step_argv("srun", config, host, het_size=2, nodes=nodes, cpus=8)
     assert {"--het-group=1", "--cpus-per-task=8"} <= set(argv)
     assert not [word for word in argv if word.startswith(("--nodes", "--nodelist"))]

@@ -39,24 +39,6 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
     return undisturbed(tmp_path_factory)
 
 
-@pytest.mark.variant  # `make demo` and the tests on Slurm show it as well
-def test_a_preemption_is_saved_and_the_next_incarnation_ends_bit_for_bit_alike(
-    straight: RunPaths, tmp_path: Path
-) -> None:
-    paths = prepared(tmp_path / "run")
-    process = lead(paths)
-    until(process, "first_rollout")
-    process.send_signal(signal.SIGUSR2)
-    assert finish(process) == 0
-    events = read_events(paths)
-    assert [e["cause"] for e in events if e["event"] == "cause"] == ["preemption"]
-    assert {e["attempt"] for e in events if e["event"] == "started"} == {1, 2}
-    assert read_status(paths)["train_nodes"], "the snapshot names the nodes of the ranks"
-    same, said = same_weights(paths.root, straight.root)
-    assert same, said
-    assert ledger_stats(paths).duplicates == ()
-
-
 @pytest.mark.long
 @pytest.mark.scenario("N02")
 @pytest.mark.skipif(
@@ -258,7 +240,9 @@ def test_two_hosts_of_a_hostfile_train_are_interrupted_and_end_bit_for_bit_alike
         joined.kill()
         joined.wait()
     assert {e["attempt"] for e in read_events(paths) if e["event"] == "started"} == {1, 2}
+    assert read_status(paths)["train_nodes"], "the snapshot names the nodes of the ranks"
     assert same_weights(paths.root, straight.root)[0]
+    assert ledger_stats(paths).duplicates == ()
     wait_until_gone(str(paths.root))
 
 

@@ -59,7 +59,7 @@ def test_new_rollouts_are_added_up_over_ranks_and_starts() -> None:
     assert (live.num_rollouts, live.rollouts_at) == (11, 9.0)
 
 
-def test_memory_is_what_a_rank_said_and_nothing_where_none_did() -> None:
+def test_memory_is_what_a_rank_said_and_no_other_has_a_number() -> None:
     live = LiveNumbers(range(2))
     live.feed(progress(0), 1.0)
     assert live.gpu_percent == {}
@@ -68,9 +68,6 @@ def test_memory_is_what_a_rank_said_and_nothing_where_none_did() -> None:
     assert live.gpu_percent == {0: 91.5}
     live.new_generation()
     assert (live.gpu_percent, live.heard) == ({}, {})
-
-
-def test_a_rank_that_there_is_not_has_no_number() -> None:
     live = LiveNumbers(range(2))
     for rank in (-1, 2, 10**9):
         live.feed(progress(rank, gpu_memory_percent=1.0, new_rollouts=5), 1.0)

@@ -151,12 +151,22 @@ def test_the_four_of_the_requirements_have_their_names_and_numbers(paths: RunPat
     assert value(page, "verl_checkpoint_save_bytes") == 1000
 
 
-def test_without_a_gpu_there_is_no_number_of_its_memory(paths: RunPaths, clock: Clock) -> None:
+def test_without_a_gpu_its_memory_has_no_number_and_a_steps_end_counts_for_goodput(
+    paths: RunPaths, clock: Clock
+) -> None:
     metrics, _, _ = lead_of(paths, clock)
     metrics.heard(progress())
     page = page_of(metrics)
     assert b"# TYPE verl_gpu_memory_utilization_percent gauge\n" in page
     assert value(page, "verl_gpu_memory_utilization_percent") is None
+    metrics, journal, _ = lead_of(paths, clock)
+    # The journal's time is the wall's, this clock is made up: what counts is what the lead tells its metrics.
+    metrics.journaled(make_event("started", job_id="7", attempt=1))
+    del journal
+    clock.now += 40
+    metrics.heard(progress(step=1, phase="step_end", index=0, metrics={"step_s": 30.0}))
+    assert value(page_of(metrics), "verl_goodput_ratio") == pytest.approx(0.75)
+    assert value(page_of(metrics), "verl_rollout_queue_length") == 0
 
 
 def test_counters_go_on_where_the_former_incarnation_left_them(paths: RunPaths, clock: Clock) -> None:
@@ -173,17 +183,6 @@ def test_counters_go_on_where_the_former_incarnation_left_them(paths: RunPaths, 
     assert before[counted] == after[counted] == 1
     assert after["verl_crashes_total", ()] == 1
     assert (before["verl_useful_seconds", ()], after["verl_useful_seconds", ()]) == (0.0, 30.0)
-
-
-def test_a_steps_end_counts_for_goodput(paths: RunPaths, clock: Clock) -> None:
-    metrics, journal, _ = lead_of(paths, clock)
-    # The journal's time is the wall's, this clock is made up: what counts is what the lead tells its metrics.
-    metrics.journaled(make_event("started", job_id="7", attempt=1))
-    del journal
-    clock.now += 40
-    metrics.heard(progress(step=1, phase="step_end", index=0, metrics={"step_s": 30.0}))
-    assert value(page_of(metrics), "verl_goodput_ratio") == pytest.approx(0.75)
-    assert value(page_of(metrics), "verl_rollout_queue_length") == 0
 
 
 @pytest.mark.scenario("M11", "M13")
@@ -299,7 +298,9 @@ def test_with_a_token_only_its_bearer_reads(paths: RunPaths, clock: Clock, tmp_p
 
 
 @pytest.mark.scenario("M08")
-def test_a_token_that_others_may_read_opens_no_port(paths: RunPaths, clock: Clock, tmp_path: Path) -> None:
+def test_an_open_token_and_a_place_that_cannot_be_written_open_no_port_and_stop_nothing(
+    paths: RunPaths, clock: Clock, tmp_path: Path
+) -> None:
     token = tmp_path / "token"
     token.write_text("t" * 64)
     token.chmod(0o644)
@@ -307,12 +308,19 @@ def test_a_token_that_others_may_read_opens_no_port(paths: RunPaths, clock: Cloc
     assert "no metrics from lead" in said
     assert "t" * 64 not in said
     assert answers == []
+    (tmp_path / "file").touch()
+    metrics, _, _ = lead_of(paths, clock, targets_dir=str(tmp_path / "file" / "targets"))
+    said, answers = ask(metrics, b"GET /healthz HTTP/1.1\r\n\r\n")
+    assert "no metrics from lead" in said
+    assert answers == []
 
 
 # ---- where it is
 
 
-def test_where_it_listens_is_told_to_prometheus_and_taken_back(paths: RunPaths, clock: Clock) -> None:
+def test_where_it_listens_is_told_to_prometheus_and_taken_back_but_a_successors_stays(
+    paths: RunPaths, clock: Clock
+) -> None:
     metrics, _, _ = lead_of(paths, clock)
     agent = AgentMetrics(paths, config(), 1, lambda: True, clock)
     seen: list[dict[str, Any]] = []
@@ -337,6 +345,19 @@ def test_where_it_listens_is_told_to_prometheus_and_taken_back(paths: RunPaths, 
     ]
     assert all(entry["targets"][0].startswith("127.0.0.1:") for entry in seen)
     assert list(paths.metrics.iterdir()) == []
+    metrics, _, _ = lead_of(paths, clock)
+
+    async def live() -> Path:
+        async def host() -> str:
+            return "127.0.0.1"
+
+        await metrics.open(host)
+        (file,) = paths.metrics.iterdir()
+        file.write_bytes(b"the successor's")
+        metrics.close()
+        return file
+
+    assert asyncio.run(live()).read_bytes() == b"the successor's"
 
 
 @pytest.mark.parametrize("own", ["10.1.2.3", "fe80::1"])
@@ -358,22 +379,6 @@ def test_a_port_for_others_is_told_with_the_nodes_own_address(
     host, _, port = asyncio.run(told()).rpartition(":")
     assert host == (f"[{own}]" if ":" in own else own)
     assert int(port) > 0
-
-
-def test_what_a_successor_has_published_stays(paths: RunPaths, clock: Clock) -> None:
-    metrics, _, _ = lead_of(paths, clock)
-
-    async def live() -> Path:
-        async def host() -> str:
-            return "127.0.0.1"
-
-        await metrics.open(host)
-        (file,) = paths.metrics.iterdir()
-        file.write_bytes(b"the successor's")
-        metrics.close()
-        return file
-
-    assert asyncio.run(live()).read_bytes() == b"the successor's"
 
 
 def test_several_runs_may_have_one_directory(paths: RunPaths, clock: Clock, tmp_path: Path) -> None:
@@ -404,24 +409,11 @@ def taken() -> Callable[[], int]:
         yield lambda: int(held.getsockname()[1])
 
 
-def test_a_port_that_is_taken_is_another_one_and_said(
+def test_a_port_that_is_taken_is_another_one_and_said_and_an_agents_is_behind_the_leads(
     paths: RunPaths, clock: Clock, taken: Callable[[], int]
 ) -> None:
     said, answers = ask(lead_of(paths, clock, metrics_port=taken())[0], b"GET /healthz HTTP/1.1\r\n\r\n")
     assert "metrics of lead are at port" in said
     assert answers[0].endswith(b"up\n")
-
-
-def test_an_agent_is_at_the_port_behind_the_leads(
-    paths: RunPaths, clock: Clock, taken: Callable[[], int]
-) -> None:
     agent = AgentMetrics(paths, config(metrics_port=taken() - 1), 0, lambda: True, clock)
     assert "metrics of node_0000 are at port" in ask(agent)[0]  # so it did ask for that one
-
-
-def test_a_place_that_cannot_be_written_stops_nothing(paths: RunPaths, clock: Clock, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    metrics, _, _ = lead_of(paths, clock, targets_dir=str(tmp_path / "file" / "targets"))
-    said, answers = ask(metrics, b"GET /healthz HTTP/1.1\r\n\r\n")
-    assert "no metrics from lead" in said
-    assert answers == []

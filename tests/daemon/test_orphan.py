@@ -74,25 +74,36 @@ def ask(world: World) -> RequeueAnswered | str:
     return asyncio.run(ask_until_answered(world, sleep=world.sleep))
 
 
-def test_where_the_lead_is_gone_and_slurm_ends_the_job_the_requeue_is_asked_for() -> None:
+def test_where_the_lead_is_gone_the_requeue_is_asked_for_until_there_is_an_answer() -> None:
     world = World()
     assert stay(world, ALONE).do == "ask"
     assert (world.asked, world.told) == (1, [(True, "requeued")])
+    world = World("scontrol: killed by signal 15", "no answer", OSError(11, "fork"), REFUSED, DONE)
+    assert ask(world) == DONE
+    assert world.asked == 5
+    for answer in (DONE, CANCELLED):
+        world = World(answer)
+        assert ask(world) == answer
+        assert world.asked == 1
 
 
-def test_a_lead_that_lives_is_not_passed_over() -> None:
+def test_a_lead_that_lives_or_ended_is_not_passed_over_and_outside_slurm_nobody_is_asked() -> None:
     world = World(answers=(True,))
     assert stay(world, ALONE, node_id=900).do == "leave"
     assert (world.asked, world.now) == (0, 0.0)
+    released = AgentKnowledge(in_slurm=True, released=True, link_up=False, joined=True)
+    killed, ended, unreadable = World(), World(ended=True), World(ended=TimeoutError())
+    assert [stay(world, released).do for world in (killed, ended, unreadable)] == ["ask", "leave", "leave"]
+    assert (killed.asked, ended.asked, unreadable.asked) == (1, 0, 0)
+    log = AgentLog(Path("/dev/null"), "1 n")
+    outside = AgentKnowledge(in_slurm=False, released=False, link_up=False, joined=True)
+    assert asyncio.run(see_off(outside, None, 0, log)).do == "leave"
 
 
-def test_slurm_that_is_late_to_know_is_waited_for() -> None:
+def test_slurm_that_is_late_to_know_is_waited_for_and_asked_in_the_end() -> None:
     world = World(runs=(None, *(True,) * 40, False))
     assert stay(world, ALONE).do == "ask"
     assert (world.asked, world.told) == (1, [(True, "requeued")])
-
-
-def test_a_job_that_nobody_leads_is_requeued_in_the_end() -> None:
     world = World(runs=(True,))
     assert stay(world, ALONE).do == "ask"
     assert world.now >= PATIENCE_S
@@ -106,37 +117,11 @@ def test_agents_ask_in_their_turn() -> None:
     assert late.now - early.now > 4
 
 
-def test_a_lead_killed_after_its_shutdown_is_told_from_one_that_ended() -> None:
-    released = AgentKnowledge(in_slurm=True, released=True, link_up=False, joined=True)
-    killed, ended, unreadable = World(), World(ended=True), World(ended=TimeoutError())
-    assert [stay(world, released).do for world in (killed, ended, unreadable)] == ["ask", "leave", "leave"]
-    assert (killed.asked, ended.asked, unreadable.asked) == (1, 0, 0)
-
-
 @pytest.mark.parametrize("error", [OSError(11, "no more processes"), RuntimeError("can't start new thread")])
 def test_whatever_goes_wrong_in_asking_is_no_end(error: Exception) -> None:
     world = World(error, DONE, runs=(error, error, False), answers=(error, False))
     assert stay(world, ALONE).do == "ask"
     assert (world.asked, world.told) == (2, [(True, "requeued")])
-
-
-def test_outside_slurm_there_is_nobody_to_ask() -> None:
-    log = AgentLog(Path("/dev/null"), "1 n")
-    outside = AgentKnowledge(in_slurm=False, released=False, link_up=False, joined=True)
-    assert asyncio.run(see_off(outside, None, 0, log)).do == "leave"
-
-
-def test_a_request_that_died_is_made_again() -> None:
-    world = World("scontrol: killed by signal 15", "no answer", OSError(11, "fork"), REFUSED, DONE)
-    assert ask(world) == DONE
-    assert world.asked == 5
-
-
-def test_an_answer_is_an_answer() -> None:
-    for answer in (DONE, CANCELLED):
-        world = World(answer)
-        assert ask(world) == answer
-        assert world.asked == 1
 
 
 @pytest.mark.parametrize("answer", ["no answer", REFUSED])

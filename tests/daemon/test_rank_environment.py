@@ -22,25 +22,16 @@ def made(log: Path, *setup: str, **keys: Any) -> dict[str, str]:
     return asyncio.run(prepare_environment(config, NODE, log))
 
 
-def test_without_settings_the_environment_is_the_nodes_and_no_bash_is_started(tmp_path: Path) -> None:
+def test_variables_win_over_commands_and_those_over_the_node_and_any_value_is_kept(tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert made(log) == NODE
     assert not log.exists()
-
-
-def test_variables_win_over_commands_and_those_over_the_node(tmp_path: Path) -> None:
     found = made(tmp_path / "log", "export A=command B=command", env={"B": "key", "N": 3})
     assert found == NODE | {"A": "command", "B": "key", "N": "3"}
-
-
-def test_any_value_is_kept(tmp_path: Path) -> None:
     long = "x" * 100_000
     found = made(tmp_path / "log", f"export LONG={long}", r"export ODD=$'a=b\nc \xff'", "set -- 9; exec 3>&-")
     assert found["LONG"] == long
     assert os.fsencode(found["ODD"]) == b"a=b\nc \xff"
-
-
-def test_a_command_that_changes_path_loses_nothing(tmp_path: Path) -> None:
     assert made(tmp_path / "log", "export PATH=/nowhere")["PATH"] == "/nowhere"
 
 

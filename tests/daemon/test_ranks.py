@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.processes import python_path
-from verl_slurm.wire.orders import Orders
+from verl_slurm.wire.standing_by import Orders
 
 
 def launch(

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 from verl_slurm_daemon.journal import Journal
-from verl_slurm_daemon.lead.fitting_ranks import fit_ranks
-from verl_slurm_daemon.lead.resume import ResumePoint
+from verl_slurm_daemon.lead.resume import ResumePoint, fit_ranks
 
 from tests.builders import begun_run
 from tests.fakes.torch_divider import fake_divider, shard_step

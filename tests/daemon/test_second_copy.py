@@ -5,8 +5,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from verl_slurm_daemon.lead import nodes_copies
-from verl_slurm_daemon.lead.nodes_copies import bring_home_argv, collect, left_behind, run_bring_home
+from verl_slurm_daemon.allocation.launcher import daemon_argv
+from verl_slurm_daemon.lead.nodes_copies import collect, left_behind, run_bring_home
 from verl_slurm_daemon.lead.resume import find_resume_point
 
 from tests.builders import write_config
@@ -96,10 +96,9 @@ def test_a_fenced_incarnation_sends_nothing(node: Node) -> None:
 def test_the_command_of_a_node_is_one_that_the_daemon_knows(node: Node) -> None:
     from verl_slurm_daemon.__main__ import _parser
 
-    argv = bring_home_argv("python", RunPaths("/run"), 7, "step_000010")
+    argv = daemon_argv("python", "bring-home", RunPaths("/run"), 7, "--after", "step_000010")
     parsed = _parser().parse_args(argv[4:])
     assert (parsed.command, parsed.epoch, parsed.after) == ("bring-home", 7, "step_000010")
-    assert nodes_copies.__doc__
 
 
 def test_what_lies_on_nodes_that_are_not_here_is_named_until_a_newer_save_is_on_shared_storage() -> None:

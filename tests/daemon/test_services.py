@@ -11,19 +11,16 @@ from pathlib import Path
 
 import psutil
 import pytest
-from verl_slurm_daemon.agent.lead_probe import answers
-from verl_slurm_daemon.agent.rank_environment import past_proxies
-from verl_slurm_daemon.agent.service import restarts_in_a_row, service_argv
-from verl_slurm_daemon.agent.service_shares import RANKS, divide, variables_of_ranks
+from verl_slurm_daemon.agent.rank_environment import RANKS, divide, past_proxies, variables_of_ranks
+from verl_slurm_daemon.agent.service import answers, restarts_in_a_row, service_argv
 from verl_slurm_daemon.decide import inputs
 from verl_slurm_daemon.descendants import WARNINGS
-from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.lead import service_hosts as module
 from verl_slurm_daemon.lead.service_hosts import Services
 from verl_slurm_daemon.link.channel import AgentLink, serve
 
 from tests.builders import new_run, run_config, write_config
-from tests.fakes.allocation import ScriptedAllocation
+from tests.fakes.allocation import ScriptedAllocation, first_attempt
 from tests.journals import read_events
 from tests.processes import free_port, python_path
 from verl_slurm.base.errors import NOT_SET_UP
@@ -286,8 +283,9 @@ if sys.argv[1] == "stay": time.sleep(600)
 """
 _HOST = """
 import os, subprocess, sys
-guard = [sys.executable, "-m", "verl_slurm_daemon.agent.service_guard", sys.executable, "-c", sys.argv[1], sys.argv[2]]
-subprocess.Popen(guard, env=os.environ | {"VERL_SLURM_HOST_PID": str(os.getpid())}).wait()
+launcher = [sys.executable, "-m", "verl_slurm_daemon.agent.ranks", "--service"]
+program = [sys.executable, "-c", *sys.argv[1:]]
+subprocess.Popen([*launcher, *program], env=os.environ | {"VERL_SLURM_HOST_PID": str(os.getpid())}).wait()
 """
 
 
@@ -333,8 +331,7 @@ class Stage(ScriptedAllocation):
         self.posted: list[inputs.Input] = []
         self.paths = RunPaths(folder)
         config = write_config(self.paths, services=services)
-        journal = Journal(self.paths, epoch=1, job_id="7")
-        self.services = Services(config, self, journal, lambda name: [name], self.posted.append)  # type: ignore[arg-type]
+        self.services = Services(first_attempt(self.paths, config, self, self.posted.append))
 
     async def start_step(
         self, argv: list[str], service: str = "", names: Sequence[str] = ()

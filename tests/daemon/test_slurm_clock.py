@@ -42,11 +42,15 @@ def test_a_node_minutes_off_counts_by_slurms_time(ahead_s: float) -> None:
         assert 0.0 <= off <= 1.0, "a deadline is never thought to be later than it is"
 
 
-def test_nodes_that_agree_keep_their_own_time_to_the_millisecond() -> None:
+def test_nodes_that_agree_or_hear_nothing_keep_their_own_time() -> None:
     node = Node(0.7)
     clock = SlurmClock(node.date, node.steady)
     assert clock.hear(TRUE) == 0.0
     node.passed_s = 12.25
+    assert clock.now() == node.date()
+    node = Node(600.0)
+    clock = SlurmClock(node.date, node.steady)
+    assert clock.hear(None) == 0.0
     assert clock.now() == node.date()
 
 
@@ -58,13 +62,6 @@ def test_a_date_that_is_set_in_mid_run_moves_nothing(heard: bool) -> None:
         clock.hear(TRUE)
     node.passed_s, node.ahead_s = 60.0, -3600.0
     assert clock.now() == TRUE + timedelta(seconds=60.0)
-
-
-def test_a_slurm_that_does_not_say_leaves_the_nodes_own_time() -> None:
-    node = Node(600.0)
-    clock = SlurmClock(node.date, node.steady)
-    assert clock.hear(None) == 0.0
-    assert clock.now() == node.date()
 
 
 class _Slurm:

@@ -8,8 +8,7 @@ import pytest
 from verl_slurm_daemon.allocation.contract import StepPlacement, TooFewNodes
 from verl_slurm_daemon.allocation.launcher import choose_places, step_argv
 from verl_slurm_daemon.decide import actions as act, inputs
-from verl_slurm_daemon.decide.lead_model import Limits, Model
-from verl_slurm_daemon.decide.lead_states import State
+from verl_slurm_daemon.decide.lead_model import Limits, Model, State
 from verl_slurm_daemon.decide.policy import decide
 from verl_slurm_daemon.journal import log_line
 from verl_slurm_daemon.lead import agents_step as step_module
@@ -77,24 +76,23 @@ def test_a_run_on_fewer_nodes_has_the_same_step() -> None:
     assert on_ranks(run_config(nodes=4, dp_size=8), 4).distributed.dp_size == 8, "it may lose no nodes"
 
 
-def test_the_job_asks_for_a_range_of_nodes_spare_ones_included() -> None:
+def test_the_job_asks_for_a_range_of_nodes_spare_ones_included_and_outlives_a_loss() -> None:
     asked = sbatch_options(run_config(nodes=4, min_nodes=2, spare_nodes=1))
     assert {"--nodes=2-5", "--no-kill"} <= set(asked)
     assert "--nodes=4" in sbatch_options(run_config(nodes=4))
-
-
-def test_a_job_that_has_lost_too_many_nodes_says_so() -> None:
-    with pytest.raises(TooFewNodes, match="1 nodes left, n1; its ranks need 2"):
-        choose_places(("n1",), (), (2,), with_spares=False)
-
-
-def test_the_job_asks_for_the_spare_nodes_and_outlives_the_loss_of_one() -> None:
     plain, spare = run_config(nodes=2), run_config(nodes=2, spare_nodes=2)
     assert {"--nodes=2-4", "--no-kill"} <= set(sbatch_options(spare)), "no start waits for spare nodes"
     assert "no-kill" not in sbatch_parameters(plain)["additional_parameters"]  # type: ignore[operator]
     argv = step_argv("srun", spare, ["agent"], names=["n1", "n3"])
     assert {"--nodes=2", "--ntasks=2", "--nodelist=n1,n3", "--no-kill"} <= set(argv)
     assert "--no-kill" not in step_argv("srun", plain, ["agent"])
+
+
+def test_a_job_can_do_without_its_spare_nodes_and_says_so_when_it_has_lost_too_many() -> None:
+    with pytest.raises(TooFewNodes, match="1 nodes left, n1; its ranks need 2"):
+        choose_places(("n1",), (), (2,), with_spares=False)
+    assert Limits.of(run_config(nodes=4, min_nodes=2, spare_nodes=1)).spare_nodes == 3
+    assert Limits.of(run_config(nodes=2)).spare_nodes == 0
 
 
 @pytest.mark.parametrize(
@@ -157,18 +155,18 @@ class Story:
 LOST = inputs.NodeFailed("n2", "the agent is gone without a word", lost=True)
 
 
-def test_a_lost_node_is_replaced_at_once_and_without_a_requeue() -> None:
+def test_lost_nodes_are_replaced_at_once_and_without_a_requeue() -> None:
     story = Story()
     assert story.then(LOST) == [act.TakeDown()]
     crash, more = story.crash()
     assert (crash.kind, crash.node, crash.replaced) == ("node", "n2", True)
     assert more == [act.Pause(0.0)]
     assert story.then(inputs.BackoffOver(0)) == [act.StartGeneration(2, ("n2",))]
-
-
-def test_a_job_can_do_without_its_spare_nodes_and_those_beyond_the_fewest() -> None:
-    assert Limits.of(run_config(nodes=4, min_nodes=2, spare_nodes=1)).spare_nodes == 3
-    assert Limits.of(run_config(nodes=2)).spare_nodes == 0
+    story = Story()
+    story.then(LOST)
+    story.then(inputs.NodeFailed("n1", "the agent is gone without a word", lost=True))
+    story.crash()
+    assert story.then(inputs.BackoffOver(0)) == [act.StartGeneration(2, ("n2", "n1"))]
 
 
 def test_the_loss_of_a_node_explains_what_its_peers_said_before() -> None:
@@ -179,14 +177,6 @@ def test_the_loss_of_a_node_explains_what_its_peers_said_before() -> None:
     assert story.then(LOST) == [], "it is taken down already"
     crash, _ = story.crash()
     assert (crash.kind, crash.node, crash.replaced) == ("node", "n2", True)
-
-
-def test_of_two_nodes_that_are_lost_together_both_are_left_out() -> None:
-    story = Story()
-    story.then(LOST)
-    story.then(inputs.NodeFailed("n1", "the agent is gone without a word", lost=True))
-    story.crash()
-    assert story.then(inputs.BackoffOver(0)) == [act.StartGeneration(2, ("n2", "n1"))]
 
 
 def test_without_a_spare_node_left_the_loss_of_one_is_what_it_was() -> None:
@@ -201,7 +191,7 @@ def test_without_a_spare_node_left_the_loss_of_one_is_what_it_was() -> None:
     assert act.AskRequeue(()) in more
 
 
-def test_a_node_that_fails_its_check_is_replaced_before_the_ranks_start() -> None:
+def test_a_node_that_fails_its_check_is_replaced_and_a_job_with_too_few_is_requeued() -> None:
     story = Story()
     story.then(LOST)
     story.crash()
@@ -210,9 +200,6 @@ def test_a_node_that_fails_its_check_is_replaced_before_the_ranks_start() -> Non
     crash, _ = story.crash()
     assert (crash.node, crash.replaced) == ("n3", True)
     assert story.then(inputs.BackoffOver(0)) == [act.StartGeneration(3, ("n2", "n3"))]
-
-
-def test_a_job_with_too_few_nodes_is_requeued() -> None:
     story = Story()
     story.then(LOST)
     story.crash()

@@ -23,47 +23,35 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[MetadataService]:
         yield running
 
 
-@pytest.mark.parametrize("cloud", CLOUDS)
-def test_a_machine_that_stays_hears_nothing(service: MetadataService, cloud: str) -> None:
-    assert look(cloud) is None
+NOTHING, IN_2031 = None, datetime(2031, 1, 1, tzinfo=UTC)
 
 
 @pytest.mark.parametrize(
-    ("cloud", "evidence"), [("aws", "terminate"), ("gcp", "preempts"), ("azure", "Preempt")]
+    ("cloud", "said", "evidence", "left_s"),
+    [
+        *((cloud, {}, "", NOTHING) for cloud in CLOUDS),
+        ("aws", {"ends_in_s": 30}, "terminate", 30),
+        ("gcp", {"ends_in_s": 30}, "preempts", 30),
+        ("azure", {"ends_in_s": 30}, "Preempt", 30),
+        # The service's own clock counts, and none gives a node of AWS more than two minutes.
+        ("aws", {"ends_in_s": 45, "clock": IN_2031}, "", 45),
+        ("azure", {"ends_in_s": 45, "clock": IN_2031}, "", 45),
+        ("aws", {"ends_in_s": 7200}, "", 120),
+        # An event of another machine of the set, and a pause of seconds.
+        ("azure", {"ends_in_s": 30, "resources": ["pool_4"]}, "", NOTHING),
+        ("azure", {"ends_in_s": 30, "event": "Freeze"}, "", NOTHING),
+    ],
 )
-def test_a_machine_that_is_taken_back_hears_how_long_it_has(
-    service: MetadataService, cloud: str, evidence: str
+def test_a_machine_that_is_taken_back_hears_how_long_it_has_and_no_other_hears_anything(
+    service: MetadataService, cloud: str, said: dict[str, object], evidence: str, left_s: int | None
 ) -> None:
-    service.ends_in_s = 30
+    for name, value in said.items():
+        setattr(service, name, value)
     notice = look(cloud)
-    assert notice is not None
-    assert evidence in notice.evidence
-    assert notice.seconds_left == pytest.approx(30, abs=2)
-
-
-@pytest.mark.parametrize("cloud", ["aws", "azure"])
-def test_the_services_own_clock_counts(service: MetadataService, cloud: str) -> None:
-    service.clock, service.ends_in_s = datetime(2031, 1, 1, tzinfo=UTC), 45
-    notice = look(cloud)
-    assert notice is not None
-    assert notice.seconds_left == 45
-
-
-def test_no_clock_gives_a_node_of_aws_more_than_two_minutes(service: MetadataService) -> None:
-    service.ends_in_s = 7200
-    notice = look("aws")
-    assert notice is not None
-    assert notice.seconds_left == 120
-
-
-def test_an_event_of_another_machine_of_the_set_is_not_ours(service: MetadataService) -> None:
-    service.ends_in_s, service.resources = 30, ["pool_4"]
-    assert look("azure") is None
-
-
-def test_a_pause_of_seconds_is_no_end(service: MetadataService) -> None:
-    service.ends_in_s, service.event = 30, "Freeze"
-    assert look("azure") is None
+    assert (notice is None) == (left_s is NOTHING)
+    if notice is not None:
+        assert evidence in notice.evidence
+        assert notice.seconds_left == pytest.approx(left_s, abs=0 if "clock" in said else 2)
 
 
 def test_a_reboot_in_a_quarter_of_an_hour_is_acted_upon_two_minutes_before(

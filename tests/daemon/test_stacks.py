@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from verl_slurm_daemon.agent.rank_stacks import write_stacks
+from verl_slurm_daemon.agent.node import write_stacks
 from verl_slurm_daemon.descendants import listeners
 
 from verl_slurm.wire.environment import LOG_VARIABLE, STACKS_SIGNAL
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 ANSWERS = """
 import sys, threading
-from verl_slurm.wire.stacks import answer_with_stacks
+from verl_slurm.wire.hang_records import answer_with_stacks
 answer_with_stacks()
 def waits_for_a_tool(): threading.Event().wait()
 print("ready", flush=True)

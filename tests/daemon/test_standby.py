@@ -39,14 +39,14 @@ def _below(process: "subprocess.Popen[str]", word: str) -> list[psutil.Process]:
 def _standbys(process: "subprocess.Popen[str]", count: int = 2) -> list[psutil.Process]:
     """Polls: nothing tells when a rank that stands by has begun."""
     deadline = time.monotonic() + _PATIENCE_S
-    while len(found := _below(process, "verl_slurm.rendezvous.standby")) < count:
+    while len(found := _below(process, "--imports")) < count:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     return found
 
 
 def _ranks(process: "subprocess.Popen[str]") -> list[psutil.Process]:
-    return _below(process, "verl_slurm.rendezvous")
+    return [one for one in _below(process, "verl_slurm.rendezvous") if "--imports" not in one.cmdline()]
 
 
 def test_a_killed_rank_is_replaced_by_one_that_stood_by_and_the_run_ends_bit_for_bit_alike(

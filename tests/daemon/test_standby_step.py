@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 from verl_slurm_daemon.allocation.launcher import may_stand_by
-from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.lead import agents_step as step_module
 from verl_slurm_daemon.lead.agents_step import Step
 from verl_slurm_daemon.lead.standby_agents import Standby
 
 from tests.builders import run_config, write_config
-from tests.fakes.allocation import ScriptedAllocation
+from tests.fakes.allocation import ScriptedAllocation, first_attempt
 from tests.journals import read_events
 from verl_slurm.base.errors import DataError
 from verl_slurm.base.paths import RunPaths
@@ -28,8 +27,7 @@ class Stage:
         self.paths = RunPaths(root)
         config = write_config(self.paths, **({"standby_after_s": 0.0, "nodes": 1, "dp_size": 1} | values))
         self.allocation = ScriptedAllocation()
-        journal = Journal(self.paths, epoch=1, job_id="7")
-        self.standby = Standby(self.paths, config, self.allocation, journal, 1)  # type: ignore[arg-type]
+        self.standby = Standby(first_attempt(self.paths, config, self.allocation))
         self.training = Step(1, 1)
 
     async def started(self) -> None:

@@ -4,7 +4,7 @@ import itertools
 import statistics
 
 import pytest
-from verl_slurm_daemon.decide.stragglers import Straggler, StragglerWatch, _median_without
+from verl_slurm_daemon.decide.stragglers import StragglerWatch, _median_without
 from verl_slurm_daemon.lead.pace_watch import PaceWatch
 
 from tests.builders import run_config
@@ -29,41 +29,25 @@ EVEN = [10.0, 10.0, 10.0, 10.0]
 SLOW = [10.0, 10.0, 20.0, 10.0]
 
 
-def test_ranks_that_are_alike_are_not_named() -> None:
-    assert play((EVEN, 100)) == play(([10.0, 12.0, 9.0, 14.0], 100)) == []
-
-
-def test_a_rank_that_stays_slow_is_named_once() -> None:
-    assert play((EVEN, 20), (SLOW, 100)) == [(2, True)]
-
-
-def test_one_slow_window_is_no_straggler() -> None:
-    assert play((EVEN, 20), (SLOW, 3), (EVEN, 40), (SLOW, 3), (EVEN, 40)) == []
-
-
-def test_a_rank_that_is_fast_again_is_told_once_and_may_be_named_again() -> None:
-    assert play((SLOW, 40), (EVEN, 40), (SLOW, 40)) == [(2, True), (2, False), (2, True)]
-
-
-def test_of_two_ranks_the_slow_one_is_named() -> None:
-    assert play(([10.0, 20.0], 40)) == [(1, True)]
-
-
-def test_what_all_ranks_share_names_none() -> None:
-    assert play((EVEN, 40), ([40.0] * 4, 40)) == []
-
-
-@pytest.mark.parametrize(("work_s", "factor"), [([10.0], 1.5), (SLOW, 0.0), ([0.01, 0.01, 0.02, 0.01], 1.5)])
-def test_a_single_rank_a_factor_of_0_and_noise_of_milliseconds_name_none(
-    work_s: list[float], factor: float
+@pytest.mark.parametrize(
+    ("phases", "news"),
+    [
+        ([(EVEN, 100)], []),
+        ([([10.0, 12.0, 9.0, 14.0], 100)], []),
+        ([(EVEN, 20), (SLOW, 100)], [(2, True)]),  # once
+        ([(EVEN, 20), (SLOW, 3), (EVEN, 40), (SLOW, 3), (EVEN, 40)], []),  # one slow window is none
+        ([(SLOW, 40), (EVEN, 40), (SLOW, 40)], [(2, True), (2, False), (2, True)]),
+        ([([10.0, 20.0], 40)], [(1, True)]),  # of two
+        ([(EVEN, 40), ([40.0] * 4, 40)], []),  # what all share
+        ([([10.0], 100)], []),  # a single rank
+        ([([0.01, 0.01, 0.02, 0.01], 100)], []),  # noise of milliseconds
+    ],
+)
+def test_a_rank_that_stays_slow_is_named_and_told_when_it_is_fast_again(
+    phases: list[tuple[list[float], int]], news: list[tuple[int, bool]]
 ) -> None:
-    assert play((work_s, 100), factor=factor) == []
-
-
-def test_the_words_compare_a_rank_with_the_others() -> None:
-    assert Straggler(2, True, 20.0, 10.0).words == (
-        "rank 2 works 2.0 times as long as the others: 20 s from safe point to safe point, the others 10 s"
-    )
+    assert play(*phases) == news
+    assert play(*phases, factor=0.0) == []
 
 
 def test_a_straggler_is_told_by_its_node_when_it_begins_and_ends_and_is_named_meanwhile() -> None:
@@ -100,7 +84,8 @@ def test_a_straggler_is_told_by_its_node_when_it_begins_and_ends_and_is_named_me
         ("warning", "straggler"),
         ("notice", "straggler"),
     ]
-    assert told[0].text.startswith("n2: rank 2 works 3.0 times as long as the others")
+    words = "rank 2 works 3.0 times as long as the others: 3 s from safe point to safe point, the others 1 s"
+    assert told[0].text == f"n2: {words}"
 
 
 @pytest.mark.parametrize(

@@ -115,12 +115,9 @@ def test_what_the_trainer_refuses_stays_refused_whatever_strangers_do() -> None:
     assert met(refused)[1][-1] == act.Exit(ExitCode.DATA, "x")
 
 
-def test_a_verified_checkpoint_forgets_the_strangers() -> None:
+def test_strangers_are_counted_apart_from_crashes_until_there_is_progress() -> None:
     model = decide(started(50), inputs.SaveReadBack("step_000001", True, "")).model
     assert model.strangers == 0
-
-
-def test_the_journal_counts_strangers_apart_from_crashes_until_there_is_progress() -> None:
     begun, crash = make_event("restart", progress="a"), make_event("crash", kind="crash")
     stranger = make_event("crash", kind="stranger")
     lived = [begun, stranger, begun, crash, begun, stranger]

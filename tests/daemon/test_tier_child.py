@@ -5,10 +5,10 @@ import contextlib
 from pathlib import Path
 
 import pytest
-from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.lead import tier_child
 from verl_slurm_daemon.lead.tier_child import TierMover
 
+from tests.fakes.allocation import first_attempt
 from tests.journals import read_events
 from verl_slurm.base.errors import TierAway
 from verl_slurm.base.files import private_dir
@@ -43,7 +43,7 @@ def mover_of(tmp_path: Path, config: RunConfig) -> tuple[TierMover, RunPaths]:
     paths = RunPaths(tmp_path)
     paths.run_yaml.touch()
     private_dir(paths.root)
-    return TierMover(paths, config, Journal(paths, epoch=1, job_id="7")), paths
+    return TierMover(first_attempt(paths, config)), paths
 
 
 @contextlib.asynccontextmanager

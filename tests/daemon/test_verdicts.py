@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from verl_slurm_daemon.lead import verdicts as module
-from verl_slurm_daemon.lead.verdicts import Verdicts
+from verl_slurm_daemon.lead import resume as module
+from verl_slurm_daemon.lead.resume import Verdicts
 
 from tests.checkpoint.conftest import manifest_of, owns_it, stage
 from verl_slurm.base.files import private_dir

@@ -6,16 +6,31 @@ It stands for Slurm: it is asked for an address, a cause and a requeue, and give
 
 import asyncio
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
-from verl_slurm_daemon.allocation.contract import Avoided, Outlook, StepPlacement
+from verl_slurm_daemon.allocation.contract import Allocation, Avoided, Outlook, StepPlacement
 from verl_slurm_daemon.allocation.launcher import choose_places
 from verl_slurm_daemon.decide import inputs
+from verl_slurm_daemon.journal import Journal
+from verl_slurm_daemon.lead.attempt import Attempt
 
 from verl_slurm.base.fence import Epoch
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.config.schema import RunConfig
 
 
-class ScriptedAllocation:
+def first_attempt(
+    paths: RunPaths,
+    config: RunConfig,
+    allocation: "ScriptedAllocation | None" = None,
+    post: Callable[[inputs.Input], None] = lambda _: None,
+) -> Attempt:
+    """The first attempt of a run, in the job of an allocation that says what it is told to."""
+    journal = Journal(paths, epoch=1, job_id="7")
+    return Attempt(config, allocation or ScriptedAllocation(), journal, post)
+
+
+class ScriptedAllocation(Allocation):
     """An allocation that says what it is told to."""
 
     cluster = "slurm"
@@ -49,22 +64,7 @@ class ScriptedAllocation:
     ) -> inputs.RequeueAnswered | str:
         return self.answers.pop(0)
 
-    async def learn(self, history: object) -> None:
-        return None
-
-    async def hasten(self, clean: bool) -> None:
-        return None
-
-    def lacks(self) -> str:
-        return ""
-
     async def still_alive(self, owner: Epoch) -> str:
-        return ""
-
-    async def withdraw(self) -> str:
-        return ""
-
-    async def cancelled_before(self) -> str:
         return ""
 
     async def avoid(self, nodes: Sequence[str], before: Collection[str]) -> Avoided:

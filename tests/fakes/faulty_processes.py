@@ -43,17 +43,11 @@ CHANGES = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir", "fchm
 def lead() -> None:
     _hungry()
     from verl_slurm_daemon.__main__ import main
-    from verl_slurm_daemon.lead import effects
+    from verl_slurm_daemon.lead import restarts
 
-    effects.agent_argv = lambda python, paths, epoch: [
-        python,
-        __file__,
-        "agent",
-        "--run",
-        str(paths.root),
-        "--epoch",
-        str(epoch),
-    ]
+    # The agents of those that train; those that stand by are as ever.
+    daemon_argv = restarts.daemon_argv
+    restarts.daemon_argv = lambda python, *more: [python, __file__, *daemon_argv(python, *more)[4:]]
     if "strikes" in BENT:
         _tell_what_is_heard()
     if "quick" in BENT:
@@ -66,14 +60,14 @@ def lead() -> None:
 def _hurry() -> None:
     from verl_slurm_daemon import journal
     from verl_slurm_daemon.decide import policy
-    from verl_slurm_daemon.lead import attempt_start, effects, lead_loop, resume
+    from verl_slurm_daemon.lead import attempt_start, lead_loop, restarts, resume
 
     for module in (policy, resume, attempt_start):
         module.IN_PLACE_S = (0.5,) * 20  # type: ignore[attr-defined]
     policy.SLURM_AWAY_S = attempt_start.SLURM_AWAY_S = 0.5
     attempt_start._LAST_WAIT_S = attempt_start._LAST_LOOK_S = journal._PATIENCE_S = 1.0
     attempt_start._FIRST_WORD_S, lead_loop._LOOK_SOON_S = 1.0, 0.5
-    effects.AGENTS_READY_S = 10.0
+    restarts.AGENTS_READY_S = 10.0
 
 
 def _tell_what_is_heard() -> None:

@@ -20,11 +20,11 @@ import psutil
 
 from tests.harness import ROOT, wait_until_gone
 from tests.journals import Line, read_events
+from tests.lines import follow_lines
 from tests.local_runs import QUICK
 from tests.processes import python_path
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.runs.follow import follow_lines
 from verl_slurm.submit.submission import carry_out, plan_submission
 
 PATIENCE_S = 300.0

@@ -32,9 +32,9 @@ from tests.hostile.planted import (
     modes,
 )
 from tests.journals import read_events
+from tests.lines import follow_lines
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.runs.follow import follow_lines
 
 pytestmark = [pytest.mark.torch, pytest.mark.long]
 

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from verl_slurm_daemon.agent.lead_probe import connect_checked
+from verl_slurm_daemon.agent.service import connect_checked
 from verl_slurm_daemon.link import relay
 from verl_slurm_daemon.link.relay import Streams, open_far_end, open_near_end
 
@@ -20,7 +20,7 @@ from tests.daemon.test_services import HostStory
 from tests.hostile.another_user import NOBODY, PYTHON_OF_NOBODY, needs_another_user
 from tests.processes import free_port
 from verl_slurm.base.errors import PermissionRefused
-from verl_slurm.wire.http import listener_of
+from verl_slurm.wire.tcp_table import listener_of
 
 # Listens on the port that comes on standard input, answers as a web server, and prints what it was sent.
 _EVE = """

@@ -18,12 +18,11 @@ from pathlib import Path
 import msgspec
 import pytest
 from verl_slurm_daemon.agent.rank_socket import REASONS as RANK_REASONS, RankSocket
-from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.lead.effects import Effects
 from verl_slurm_daemon.link import channel
 from verl_slurm_daemon.link.channel import AgentLink, Refusals, connect, serve
 
-from tests.fakes.allocation import ScriptedAllocation
+from tests.fakes.allocation import first_attempt
 from tests.harness import ROOT
 from tests.hostile.another_user import NOBODY, PYTHON_OF_NOBODY, needs_another_user
 from tests.journals import read_events
@@ -223,8 +222,7 @@ def test_the_journal_of_a_lead_tells_of_strangers_and_does_nothing_for_them(tmp_
 
     async def story() -> None:
         posted: asyncio.Queue[object] = asyncio.Queue()
-        journal = Journal(paths, epoch=1, job_id="7")
-        effects = Effects(paths, RunConfig(), ScriptedAllocation(), journal, 1, posted.put_nowait)  # type: ignore[arg-type]
+        effects = Effects(first_attempt(paths, RunConfig(), post=posted.put_nowait))
         await effects.open()
         try:
             port = read_lead_address(paths).port
@@ -235,8 +233,8 @@ def test_the_journal_of_a_lead_tells_of_strangers_and_does_nothing_for_them(tmp_
                 assert await reader.read() == b""
                 writer.close()
             assert posted.empty(), "no decision was asked for"
-            assert effects.exit is None
-            assert effects.refusals.counts["token"] == 12
+            assert effects.attempt.exit is None
+            assert effects.restarts.refusals.counts["token"] == 12
         finally:
             await effects.close()
 

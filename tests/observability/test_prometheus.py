@@ -18,11 +18,11 @@ from tests.alert_receiver import listening
 from tests.builders import run_config
 from tests.harness import ROOT, SMALL, wait_until_gone
 from tests.journals import make_event, read_events
+from tests.lines import follow_lines
 from tests.observability.conftest import RULES, Server, fetch
 from tests.processes import free_port
 from verl_slurm.base.files import write_file
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.runs.follow import follow_lines
 from verl_slurm.wire.messages import Progress
 
 pytestmark = [pytest.mark.prometheus, pytest.mark.torch]

@@ -22,7 +22,7 @@ from verl_slurm.report import serve
 from verl_slurm.report.live_runs import LiveRuns, row_of
 from verl_slurm.report.page import render_list
 from verl_slurm.report.serve import Server
-from verl_slurm.runs import follow_many
+from verl_slurm.runs import follow
 from verl_slurm.runs.glance import Glance
 from verl_slurm.slurm.slurm_client import SlurmClient
 
@@ -261,8 +261,8 @@ def test_the_page_of_a_run_hears_of_that_run_alone(runs: Path) -> None:
 def test_slurm_is_asked_while_a_page_is_open_and_never_else(
     runs: Path, asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follow_many, "_ASK_S", 0.0)
-    monkeypatch.setattr(follow_many, "_LOOK_S", 0.01)
+    monkeypatch.setattr(follow, "_ASK_S", 0.0)
+    monkeypatch.setattr(follow, "_LOOK_S", 0.01)
 
     async def story(client: Client) -> None:
         for _ in range(3):

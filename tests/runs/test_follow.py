@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from verl_slurm.runs.follow import follow_lines
+from tests.lines import follow_lines
 
 
 def test_lines_come_as_they_are_finished(tmp_path: Path) -> None:

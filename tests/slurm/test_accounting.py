@@ -14,15 +14,9 @@ FAILED|1795735730|1795735730|0
 cancelled, and one that failed."""
 
 
-def test_each_start_has_its_wait_and_those_thrown_out_are_counted() -> None:
+def test_each_start_has_its_wait_and_what_is_no_line_of_one_is_passed_over() -> None:
     assert parse_past_jobs(RECORDED) == PastJobs(waits_s=(2.0, 1.0, 0.0, 0.0, 0.0), ran_s=30.0, thrown_out=3)
-
-
-def test_what_is_no_line_of_a_start_is_passed_over() -> None:
     text = "PENDING|1795735719|Unknown|0\nslurm_load_jobs error|x\n\nRUNNING|-5|7|١٢\nRUNNING|9|7|1\n"
     assert parse_past_jobs(text) == PastJobs(waits_s=(0.0,), ran_s=1.0, thrown_out=0)
-
-
-def test_the_question_names_the_partition_and_each_start() -> None:
     argv = commands.list_past_jobs("gpu", 30)
     assert {"--partition=gpu", "--duplicates", "--starttime=now-30days"} <= set(argv)

@@ -171,12 +171,17 @@ def test_a_cancel_in_the_grace_time_of_a_job_that_may_not_be_requeued_is_a_cance
     assert decide_cause("term", facts, own_restarts=0, signal_lead_s=60, now=EARLY).kind == "cancel"
 
 
-def test_the_deadline_of_a_preemption_is_the_end_of_the_grace_time() -> None:
+def test_the_grace_time_gives_the_deadline_a_jobs_own_restarts_count_and_the_unheard_of_is_unknown() -> None:
     facts = facts_of("preempted_in_grace")
     cause = decide_cause("warning", facts, own_restarts=0, signal_lead_s=60, now=EARLY)
     assert cause.deadline == facts.end_time
     assert facts.preempt_time is not None
     assert cause.deadline == facts.preempt_time + timedelta(seconds=8)
+    facts = facts_of("running_again")
+    assert decide_cause("poll", facts, own_restarts=1, signal_lead_s=60, now=EARLY).kind == "none"
+    assert decide_cause("poll", facts, own_restarts=0, signal_lead_s=60, now=EARLY).kind == "requeued"
+    facts = msgspec.structs.replace(facts_of("running"), state="STAGE_OUT")
+    assert decide_cause("poll", facts, own_restarts=0, signal_lead_s=60, now=EARLY).kind == "unknown"
 
 
 @pytest.mark.parametrize(
@@ -202,12 +207,6 @@ def test_a_warning_near_the_end_is_the_time_limit(seconds_before_the_end: int, k
     assert cause.deadline == (facts.end_time if kind == "time_limit" else None)
 
 
-def test_a_restarted_job_counts_from_its_own_restarts() -> None:
-    facts = facts_of("running_again")
-    assert decide_cause("poll", facts, own_restarts=1, signal_lead_s=60, now=EARLY).kind == "none"
-    assert decide_cause("poll", facts, own_restarts=0, signal_lead_s=60, now=EARLY).kind == "requeued"
-
-
 def test_a_cancelled_job_never_looks_like_one_to_requeue() -> None:
     paths = sorted([*GOLDEN.glob("scancel*.txt"), *(GOLDEN / "newer").glob("*scancel*.txt")])
     assert len(paths) > 3
@@ -216,11 +215,6 @@ def test_a_cancelled_job_never_looks_like_one_to_requeue() -> None:
         for trigger in ("warning", "term", "poll"):
             cause = decide_cause(trigger, facts_of(name), own_restarts=0, signal_lead_s=60, now=EARLY)
             assert cause.kind not in {"preemption", "time_limit", "failed", "operator_requeue"}, name
-
-
-def test_an_unheard_of_state_is_unknown() -> None:
-    facts = msgspec.structs.replace(facts_of("running"), state="STAGE_OUT")
-    assert decide_cause("poll", facts, own_restarts=0, signal_lead_s=60, now=EARLY).kind == "unknown"
 
 
 @pytest.mark.parametrize("state", ["SIGNALING", "RESIZING"])

@@ -15,23 +15,16 @@ FIRST = {
 
 
 @pytest.mark.scenario("L14")
-def test_a_first_start() -> None:
+def test_a_first_start_a_restart_an_array_task_and_no_job_at_all() -> None:
     job = SlurmJob.from_environ(FIRST)
     assert job is not None
     assert (job.job_id, job.restart_count, job.num_nodes) == (2, 0, 2)
     assert (job.node_list, job.node_name, job.partition) == ("node[1-2]", "node1", "preemptible")
     assert job.label == "2"
-
-
-@pytest.mark.scenario("L14")
-def test_a_restart_and_an_array_task() -> None:
     env = FIRST | {"SLURM_RESTART_COUNT": "3", "SLURM_ARRAY_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": "0"}
     job = SlurmJob.from_environ(env)
     assert job is not None
     assert (job.restart_count, job.label, job.job_id) == (3, "1_0", 2)
-
-
-def test_outside_of_a_job_there_is_none() -> None:
     assert SlurmJob.from_environ({}) is None
 
 

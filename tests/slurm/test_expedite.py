@@ -65,11 +65,8 @@ def test_both_sbatch_and_the_site_have_to_know_it(
     assert (tmp_path / "asked").read_text().splitlines() == asked
 
 
-def test_where_there_is_no_slurm_nothing_is_offered(tmp_path: Path) -> None:
+def test_without_slurm_nothing_is_offered_and_the_word_alone_is_no_offer(tmp_path: Path) -> None:
     assert asyncio.run(SlurmClient({"PATH": str(tmp_path)}).offers_expedite()) is False
-
-
-def test_the_word_alone_in_a_help_text_is_no_offer() -> None:
     assert not offered("--requeue may be expedited", {"SlurmctldParameters": "enable_expedited_requeue"})
     assert offered(NEW, {"SlurmctldParameters": "a, enable_expedited_requeue"})
 

@@ -31,14 +31,12 @@ def after(slurm: SlurmConfig, show: str, **environ: str) -> subprocess.Completed
     )
 
 
-def test_a_run_that_sets_nothing_up_has_no_script() -> None:
+def test_commands_run_in_order_and_what_they_export_is_seen() -> None:
     assert setup_script(SlurmConfig()) == ""
     assert python_of(SlurmConfig()) is None
-
-
-def test_commands_run_in_order_and_what_they_export_is_seen() -> None:
     slurm = SlurmConfig(setup=("export A=1", 'export B="$A 2"', "cd /", "# nothing\n: <<'END'\ntext\nEND"))
     assert after(slurm, 'echo "$A|$B|$PWD"').stdout == "1|1 2|/\n"
+    assert after(SlurmConfig(setup=("if true; then",)), "echo went on").stdout == ""
 
 
 @pytest.mark.parametrize("command", ["false", "exit 7", "no-such-program", "cat /no/such/file"])
@@ -48,10 +46,6 @@ def test_a_command_that_fails_ends_the_start_and_is_named(command: str) -> None:
     assert done.stdout == ""
     if command != "exit 7":
         assert done.stderr.splitlines()[-1].startswith("verl-slurm: slurm.setup[1] failed with exit code ")
-
-
-def test_a_command_that_is_no_whole_one_ends_the_start() -> None:
-    assert after(SlurmConfig(setup=("if true; then",)), "echo went on").stdout == ""
 
 
 @real_modules

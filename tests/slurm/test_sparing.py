@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_slurm.slurm.sparing import sparable
+from verl_slurm.slurm.requeue_rules import sparable
 
 USABLE = {"n1": "gpu", "n2": "gpu", "n3": "gpu", "n4": "cpu", "n5": "cpu"}
 

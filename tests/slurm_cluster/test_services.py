@@ -33,7 +33,7 @@ class Judged(LiveRun):
         """The judge, as it runs now."""
         (program,) = _copies(self.folder)
         found = [one for one in psutil.process_iter() if program in (_argv(one) or [])]
-        return [one for one in found if "verl_slurm_daemon.agent.service_guard" not in (_argv(one) or [])]
+        return [one for one in found if "verl_slurm_daemon.agent.ranks" not in (_argv(one) or [])]
 
     def check(self) -> None:
         """The judge has a node that no rank has, and ends with the run."""

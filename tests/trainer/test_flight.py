@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from verl_slurm.wire.flight import flight_environment, request_flights
+from verl_slurm.wire.hang_records import flight_environment, request_flights
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 

@@ -11,9 +11,10 @@ from verl_slurm.wire.control_page import ControlPage
 from verl_slurm.wire.messages import SaveRequest
 
 
-def test_a_fresh_page_asks_for_nothing(tmp_path: Path) -> None:
+def test_a_fresh_page_asks_for_nothing_and_is_ours_alone(tmp_path: Path) -> None:
     ControlPage.create(tmp_path / "page")
     assert ControlPage.open(tmp_path / "page").request() is None
+    assert stat.S_IMODE((tmp_path / "page").stat().st_mode) == 0o600
 
 
 def test_a_reader_sees_the_newest_request(tmp_path: Path) -> None:
@@ -36,11 +37,6 @@ def test_a_deadline_is_a_moment_and_is_read_as_what_is_left_until_then() -> None
         assert page.request() == SaveRequest(request_id=1, stop=True, seconds_left=left)
     page.post(SaveRequest(request_id=2, stop=True, seconds_left=0.0))  # as leads of before said "no deadline"
     assert page.request() == SaveRequest(request_id=2, stop=True)
-
-
-def test_the_page_is_ours_alone(tmp_path: Path) -> None:
-    ControlPage.create(tmp_path / "page")
-    assert stat.S_IMODE((tmp_path / "page").stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 10, b"NOTAPAGE" + bytes(4088)])

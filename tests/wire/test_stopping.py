@@ -40,13 +40,10 @@ class Together:
         return orders
 
 
-def test_nothing_asked_means_train_on() -> None:
+def test_nothing_asked_means_train_on_and_a_request_is_obeyed_once() -> None:
     stopper = Stopper(Daemon(), _alone)
     assert stopper.agree().request is None
     assert stopper.agree().request is None
-
-
-def test_a_request_is_obeyed_once() -> None:
     page = Daemon()
     stopper = Stopper(page, _alone)
     page.asked = _request(1, stop=False)
@@ -56,13 +53,10 @@ def test_a_request_is_obeyed_once() -> None:
     assert stopper.agree().request == _request(2, stop=True)
 
 
-def test_a_rank_that_has_not_seen_the_request_obeys_with_the_others() -> None:
+def test_a_rank_that_sees_the_request_late_obeys_with_the_others_and_once() -> None:
     ranks = Together(3)
     ranks.pages[2].asked = _request(1, stop=True)
     assert ranks.agree() == [_request(1, stop=True)] * 3
-
-
-def test_a_rank_that_sees_the_request_late_does_not_obey_it_again() -> None:
     ranks = Together(2)
     ranks.pages[0].asked = _request(1, stop=False)
     assert ranks.agree() == [_request(1, stop=False)] * 2

@@ -120,7 +120,7 @@ class RunPaths:
 
     @property
     def imports(self) -> Path:
-        """What the newest ranks have imported (`wire.imports`)."""
+        """What the newest ranks have imported (`wire.standing_by`)."""
         return self.control / "imports"
 
     @property

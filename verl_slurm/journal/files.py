@@ -136,24 +136,28 @@ def read_last_events(
     return events, not all_read or begin == 0 or num_bytes == JOURNAL.num_bytes
 
 
-def read_events_after(paths: RunPaths, offset: int) -> tuple[list[Event], int]:
-    """The events of the finished lines after `offset` bytes, oldest first, and the offset after them. Of more than
-    4 MiB or 30,000 lines, the newest: who follows many runs must not be held up by one.
+def read_events_after(paths: RunPaths, offset: int, *, newest: bool = True) -> tuple[list[Event], int]:
+    """The events of the finished lines after `offset` bytes, oldest first, and the offset after them.
+
+    Args:
+        newest: of more than 4 MiB or 30,000 lines, the newest: who follows many runs must not be held up by one.
+            Otherwise the first ones, and the next call goes on.
 
     Raises:
         FileNotFoundError: there is no journal.
         TooMuch: something else than a file has its name.
     """
-    fd = open_regular(paths.events)
+    # A part of which no event has to be left out: the shortest ones have 60 bytes.
+    fd, num_bytes = open_regular(paths.events), _NEWS_BYTES if newest else _NEWS_BYTES // 4
     try:
-        begin = max(os.fstat(fd).st_size - _NEWS_BYTES, offset)
-        data = os.pread(fd, _NEWS_BYTES, begin)
+        begin = max(os.fstat(fd).st_size - num_bytes, offset) if newest else offset
+        data = os.pread(fd, num_bytes, begin)
     finally:
         os.close(fd)
     end = data.rfind(b"\n")
     if end < 0:
         # No event is as long as all that is read.
-        return [], begin + len(data) if len(data) == _NEWS_BYTES else offset
+        return [], begin + len(data) if len(data) == num_bytes else offset
     return _newest(data, end, _NEWS_LINES, whole=begin == offset)[0], begin + end + 1
 
 

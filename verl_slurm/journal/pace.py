@@ -85,7 +85,7 @@ NODE_STATES = {
     "paused": "restarting",
     "leaving": "leaving",
 }
-"""The state of a lead (`verl_slurm_daemon.decide.lead_states`) -> that of the nodes whose ranks it leads."""
+"""The state of a lead (`verl_slurm_daemon.decide.lead_model`) -> that of the nodes whose ranks it leads."""
 
 
 def node_states(

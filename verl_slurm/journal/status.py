@@ -14,7 +14,7 @@ class Status(msgspec.Struct, kw_only=True):
     """The snapshot. Steps count from 0: `step` are done."""
 
     state: str = "starting"
-    """`verl_slurm_daemon.decide.lead_states.State`."""
+    """`verl_slurm_daemon.decide.lead_model.State`."""
     job_id: str = ""
     attempt: int = 0
     restart: int = 0

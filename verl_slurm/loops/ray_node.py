@@ -43,10 +43,10 @@ from verl_slurm.verl.ray_nodes import (
     temp_fits,
 )
 from verl_slurm.wire.environment import CONTROL_VARIABLE, GENERATION_VARIABLE, RECIPE_VARIABLE
-from verl_slurm.wire.http import listener_of
 from verl_slurm.wire.lead_file import read_lead_address
 from verl_slurm.wire.messages import StoreCall, StrangerMet
 from verl_slurm.wire.store_line import StoreLine
+from verl_slurm.wire.tcp_table import listener_of
 
 _BLOCKED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGCONT, signal.SIGHUP)
 _TRY_EVERY_S = 0.2

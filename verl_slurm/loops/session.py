@@ -31,7 +31,7 @@ from verl_slurm.wire.environment import (
     RESUME_VARIABLE,
     RUN_VARIABLE,
 )
-from verl_slurm.wire.imports import remember_imports
+from verl_slurm.wire.hang_records import answer_with_stacks
 from verl_slurm.wire.lifeline import die_with_launcher
 from verl_slurm.wire.messages import (
     MAX_NOTICE,
@@ -50,7 +50,7 @@ from verl_slurm.wire.messages import (
     Stopped,
     Topic,
 )
-from verl_slurm.wire.stacks import answer_with_stacks
+from verl_slurm.wire.standing_by import remember_imports
 
 LAST_TRIES_S = (1.0, 5.0, 15.0)
 """Pauses before the last save is tried again. Storage that fails for longer costs a restart, which waits, too."""

@@ -1,4 +1,4 @@
-"""The program that a rank of this run is started with: `python -P -m verl_slurm.rendezvous [-m] PROGRAM ARGS...`."""
+"""The program that a rank of this run is started with; `rank_start` says how."""
 
 from verl_slurm.rendezvous.rank_start import start
 

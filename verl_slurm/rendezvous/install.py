@@ -2,14 +2,25 @@
 
 A process that torchrun started would open a TCPStore on all interfaces, or connect to one, and neither side
 authenticates the other. Here both handlers return the lead's store. Each gloo group, however it is built, is checked
-(`peers`) before its constructor returns. If a version of torch has no such place to hook, the process ends with one
-line, because it would be unprotected.
+before its constructor returns. If a version of torch has no such place to hook, the process ends with one line, because
+it would be unprotected.
+
+gloo takes the first connection with the right pair number. So when a gloo group is built, each rank sends every other
+rank a proof over the very connections that the group will use:
+
+    proof(i → j) = HMAC-SHA256(key of the restart, "gloo" ‖ nonce ‖ i ‖ j)
+
+The key reaches a rank by its agent's private directory, and never crosses a network; the nonce is rank 0's, through the
+ranks' store. A rank that receives anything but a peer's proof does not use the group.
 """
 
+import hashlib
+import hmac
 import importlib
 import importlib.abc
 import importlib.machinery
 import os
+import struct
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +44,10 @@ _PROOF_S = 180.0
 """Timeout for a peer's proof, as long as a link may be silent. All ranks have connected by then, so it takes
 milliseconds.
 """
+
+_PROOF_BYTES = 32
+_MOST_NAMED = 8
+_PAIR = struct.Struct(">II")
 
 _SUSPICIOUS_S = 5.0
 """After this many seconds of silence a peer is investigated."""
@@ -208,6 +223,26 @@ def _check_gloo(line: Any, key: bytes) -> None:
             setattr(groups, name, after_splitting(getattr(groups, name), name))
 
 
+def _proof(key: bytes, nonce: bytes, sender: int, receiver: int) -> bytes:
+    """Returns the proof that `sender` sends to `receiver`."""
+    return hmac.new(key, b"gloo" + nonce + _PAIR.pack(sender, receiver), hashlib.sha256).digest()
+
+
+def _wrong_peers(key: bytes, nonce: bytes, rank: int, said: bytes) -> list[int]:
+    """Lists the peers that did not send their proof.
+
+    Args:
+        said: the received bytes, _PROOF_BYTES of each rank in turn.
+    """
+    words = [said[at : at + _PROOF_BYTES] for at in range(0, len(said), _PROOF_BYTES)]
+    return [
+        peer
+        for peer, word in enumerate(words)
+        # The pair is part of the proof: one that was sent to another rank, or comes back, is none.
+        if not hmac.compare_digest(word, _proof(key, nonce, peer, rank))
+    ]
+
+
 def _require_our_peers(backend: Any, store: Any, rank: int, size: int, line: Any, key: bytes) -> None:
     """Exchanges proofs with all peers of a new group, over its own connections, without unpickling anything.
 
@@ -222,13 +257,11 @@ def _require_our_peers(backend: Any, store: Any, rank: int, size: int, line: Any
     import torch
     from torch.distributed import AllToAllOptions
 
-    from verl_slurm.rendezvous.peers import NONCE_BYTES, others_connected, proof, wrong_peers
-
     # ---- exchange proofs. The nonce comes by the store, which strangers cannot reach.
     if rank == 0:
-        store.set("nonce", os.urandom(NONCE_BYTES))
+        store.set("nonce", os.urandom(32))
     nonce = store.get("nonce")
-    said = b"".join(proof(key, nonce, rank, peer) for peer in range(size))
+    said = b"".join(_proof(key, nonce, rank, peer) for peer in range(size))
     # Bytes in a tensor: torch's collectives of objects would unpickle what a stranger sends.
     ours = torch.frombuffer(bytearray(said), dtype=torch.uint8)
     theirs = torch.zeros_like(ours)
@@ -243,17 +276,48 @@ def _require_our_peers(backend: Any, store: Any, rank: int, size: int, line: Any
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
             # Not at once: a stranger may hold a connection that no pair of gloo's has taken, and does no harm with it.
-            if time.monotonic() > suspicious and (found := others_connected()):
+            if time.monotonic() > suspicious and (found := _others_connected()):
                 _leave(rank, "a peer says nothing", found, line)
         work.wait()
     except RuntimeError as error:
         # gloo's own error says that a peer is gone; that another user is connected says why.
-        if found := others_connected():
+        if found := _others_connected():
             _leave(rank, str(error)[:200], found, line)
         raise
     # ---- judge what the peers sent
-    if wrong := wrong_peers(key, nonce, rank, bytes(theirs.tolist())):
-        _leave(rank, f"in the place of rank {', '.join(map(str, wrong[:8]))}", others_connected(), line)
+    if wrong := _wrong_peers(key, nonce, rank, bytes(theirs.tolist())):
+        _leave(rank, f"in the place of rank {', '.join(map(str, wrong[:8]))}", _others_connected(), line)
+
+
+def _others_connected() -> list[str]:
+    """Lists connections of this process whose other end, on this node, belongs to another user, for people.
+
+    A peer on another node is not seen. Never raises.
+    """
+    from verl_slurm.wire.tcp_table import ESTABLISHED, TABLES, address_of, rows_of
+
+    with suppress(OSError, ValueError, IndexError):
+        # Of this process alone: the tables list the sockets of the whole node.
+        mine = set(_socket_inodes())
+        rows = [row for table in TABLES for row in rows_of(table) if row[3] == ESTABLISHED]
+        owners = {(local, remote): int(uid) for _, local, remote, _, _, _, _, uid, *_ in rows}
+        found = []
+        for _, local, remote, *_, inode in (row[:10] for row in rows):
+            # The other end's row has the addresses the other way round; a peer on another node has none here.
+            if int(inode) in mine and (uid := owners.get((remote, local), os.geteuid())) != os.geteuid():
+                host, _, port = remote.rpartition(":")
+                found.append(f"{address_of(host)}:{int(port, 16)} of uid {uid}")
+        return found[:_MOST_NAMED]
+    return []
+
+
+def _socket_inodes() -> Iterator[int]:
+    for fd in os.listdir("/proc/self/fd"):
+        # A descriptor may be closed between the two calls.
+        with suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{fd}")
+            if target.startswith("socket:["):
+                yield int(target[8:-1])
 
 
 def _leave(rank: int, what: str, strangers: list[str], line: Any) -> NoReturn:

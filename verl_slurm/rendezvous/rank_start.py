@@ -2,8 +2,17 @@
 
 `__main__`, sys.argv and tracebacks are those of `python PROGRAM ARGS...` or `python -m PROGRAM ARGS...`. So this is not
 part of `__main__`: the program's names replace the contents of that module.
+
+    python -P -m verl_slurm.rendezvous [-m] PROGRAM ARGS...
+    python -P -m verl_slurm.rendezvous --imports IMPORTS
+
+The second form is a rank that stands by: it imports what the ranks before it have imported (`wire.standing_by`, the
+file IMPORTS), has no number yet, and sleeps until its launcher says through standard input what to run. If that ends
+without orders, so does this process. It has not touched a device: a process that has initialised CUDA does not wait.
+Where a module has read a variable that now has another value, all begins anew.
 """
 
+import os
 import runpy
 import sys
 from importlib.machinery import SourceFileLoader
@@ -12,6 +21,7 @@ from types import TracebackType
 
 from verl_slurm.rendezvous.install import install_on_import
 from verl_slurm.wire.lifeline import die_with_launcher
+from verl_slurm.wire.standing_by import Orders, WatchedEnvironment, import_all
 
 _OURS = (__file__, str(Path(__file__).with_name("__main__.py")), runpy.__file__, "<frozen runpy>")
 
@@ -20,7 +30,10 @@ def start() -> None:
     """Runs the program that sys.argv names."""
     # First: a launcher that dies now must not leave a rank behind.
     die_with_launcher()
+    # Before anything imports torch: its groups are checked from the first one on.
     install_on_import()
+    if sys.argv[1] == "--imports":
+        _stand_by(Path(sys.argv[2]))
     sys.excepthook = _show_the_programs_frames
     if sys.argv[1] == "-m":
         del sys.argv[:2]
@@ -29,6 +42,35 @@ def start() -> None:
     else:
         del sys.argv[0]
         _become(sys.argv[0])
+
+
+def _stand_by(imports: Path) -> None:
+    """Imports, waits for orders, and takes over what they say."""
+    watched = WatchedEnvironment()
+    with watched:
+        import_all(imports)
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        sys.stderr.write("verl-slurm: an import initialised CUDA: this process does not stand by\n")
+        os._exit(1)
+    data = sys.stdin.buffer.read()
+    if not data:
+        os._exit(0)
+    orders = Orders.read(data)
+    # As a rank that is started at once: with nothing to read.
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    environ, words = orders.variables(), orders.words()
+    if differing := watched.differing(environ):
+        sys.stderr.write(
+            f"verl-slurm: an import has read {', '.join(differing)}, now another: it is made anew\n"
+        )
+        command = [sys.executable, "-P", "-m", "verl_slurm.rendezvous", *words]
+        os.execve(sys.executable, command, environ)  # noqa: S606 - as our launcher starts a rank
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.argv[1:] = words
 
 
 def _become(path: str) -> None:

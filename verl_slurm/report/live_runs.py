@@ -15,7 +15,7 @@ import msgspec
 
 from verl_slurm.base.one_line import counted, printable, span
 from verl_slurm.journal.events import Event
-from verl_slurm.runs.follow_many import FleetWatch, Followed
+from verl_slurm.runs.follow import FleetWatch, Followed
 from verl_slurm.runs.glance import Glance, glance
 
 _LONGEST = 1000

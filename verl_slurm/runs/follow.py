@@ -1,32 +1,38 @@
-"""Follows a growing file, and a run to its end, woken by the file system instead of by a clock.
+"""Follows one run to its end, woken by the file system instead of by a clock, or many, by the sizes of their journals.
 
 inotify does not see what another machine writes to a network file system; there watchdog's own polling observer looks
-every two seconds. The silence time-out does not poll the file: it is when the caller asks the scheduler, or the
-process table, whether the run still lives.
+every two seconds. Of many runs the journals are looked at, not the snapshots beside them: every training run replaces
+its snapshot twice a second, and a follower of a thousand runs could not read all of them.
+
+No journal tells that a lead was killed. The scheduler, or the process table, is asked about that: about one run after a
+silence, about many by one question, once a minute.
 """
 
 import itertools
 import logging
 import os
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
+import msgspec
 from watchdog.events import FileSystemEvent, FileSystemEventHandler
 from watchdog.observers import Observer
-from watchdog.observers.api import BaseObserver
 from watchdog.observers.polling import PollingObserver
 
-from verl_slurm.base.bounded import open_regular
+from verl_slurm.base.bounded import TooMuch, open_regular
 from verl_slurm.base.errors import SlurmMissing
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.mounts import is_remote
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.journal.events import CancelAsked, Ended, Event, Gone
-from verl_slurm.journal.files import parse_event, read_history
+from verl_slurm.journal import events as ev
+from verl_slurm.journal.files import read_events_after
 from verl_slurm.journal.status import read_status
+from verl_slurm.runs.glance import Glance, ask_for, find_runs, glance, is_over, state_of, unreadable
 from verl_slurm.runs.liveness import job_state, settle
 from verl_slurm.runs.run_record import last_job
 
@@ -35,69 +41,299 @@ _MOST = 4 << 20
 """Bytes that are read at once; a longer line comes in pieces."""
 # watchdog logs an error if an event comes while its thread is stopped, which is how every follow ends.
 logging.getLogger("watchdog.observers.inotify").setLevel(logging.CRITICAL)
-Wake = Callable[[], None]
 _SILENCE_S = {"slurm": 30.0, "local": 2.0}
 _CANCEL_S = 2.0
 _WRITES = frozenset({"created", "modified", "moved", "closed"})
+# Seconds between looks: one at 1,000 runs takes 20 ms. On a network file system each size is a question to its
+# server.
+_LOOK_S, _REMOTE_LOOK_S = 2.0, 5.0
+# Minimum seconds between questions to the scheduler.
+_ASK_S = 60.0
+
+
+class Followed(msgspec.Struct, kw_only=True):
+    """One run that is followed: what its journal has told so far."""
+
+    root: Path
+    state: str
+    alive: bool
+    """More events are to be expected."""
+    offset: int
+    """Bytes of its journal that were reported."""
+    exit_code: int | None = None
+    """The exit code with which it ended while it was followed."""
+
+    def read(self, on_event: "OnEvent", *, newest: bool = True) -> int:
+        """Reports what its journal has more; returns how many events. Looks at its size first.
+
+        Args:
+            newest: of much more, the newest events alone; otherwise a part, and the next call goes on.
+
+        Raises FileNotFoundError: there is no journal. OSError, TooMuch: it cannot be read.
+        """
+        paths = RunPaths(self.root)
+        if _size(paths.events) == self.offset:
+            return 0
+        events, self.offset = read_events_after(paths, self.offset, newest=newest)
+        for event in events:
+            self.state = state_after(event, self.state)
+            # First, so that whoever is told sees the run as it is after the event. A run may be submitted again after
+            # any end.
+            if isinstance(event, ev.Submitted | ev.Started | ev.Successor):
+                self.alive, self.exit_code = True, None
+            elif isinstance(event, ev.Ended) and event.is_final:
+                self.alive, self.exit_code = False, event.exit_code
+            on_event(self, event)
+        return len(events)
+
+
+OnEvent = Callable[[Followed, ev.Event], None]
+
+
+def follow_run(
+    paths: RunPaths,
+    offset: int,
+    on_event: Callable[[ev.Event], None],
+    on_status: Callable[[dict[str, Any]], None] | None = None,
+) -> ExitCode:
+    """Hands every event after `offset` to `on_event` until the run has ended, over all its requeues.
+
+    Args:
+        offset: bytes of events.jsonl that are history.
+        on_event: gets each event. The last one may be ours: `gone`, for a job that ended without a word.
+        on_status: gets the content of status.json whenever it has changed.
+
+    Returns the run's exit code: that of the last lead of its newest job, or the scheduler's if a lead died without a
+    word. An end that another submission follows in the journal is reported, and is not the run's.
+    """
+    run = Followed(root=paths.root, state="", alive=True, offset=offset)
+    patience_s, code = _SILENCE_S[last_job(paths).cluster], ExitCode.OK
+
+    def tell(_: Followed, event: ev.Event) -> None:
+        nonlocal patience_s, code
+        on_event(event)
+        # A job that is cancelled while it waits ends without a word, so the scheduler is asked soon after.
+        patience_s = _CANCEL_S if isinstance(event, ev.CancelAsked) else _SILENCE_S[last_job(paths).cluster]
+        if isinstance(event, ev.Ended):
+            code = event.code
+
+    def read() -> bool:
+        before = run.offset
+        with suppress(FileNotFoundError):  # it comes with the first job
+            run.read(tell, newest=False)
+        return run.offset != before
+
+    with watched(paths.root, {str(paths.events), str(paths.status)}) as changed:
+        while True:
+            # Read first, then wait: what was written before the watch began rings no bell.
+            has_news = False
+            while read():
+                has_news = True
+            if on_status is not None and (status := read_status(paths)):
+                on_status(status)
+            if not run.alive:
+                # submitit's controller ends a moment after its lead; else the next command would find the run alive.
+                settle(paths, last_job(paths))
+                return code
+            # One more look after a silence: a bell may have been missed.
+            if has_news or changed(patience_s) or read():
+                continue
+            job = last_job(paths)
+            try:
+                state = job_state(paths, job)
+            except SlurmMissing:
+                continue  # a controller that is away for a while ends no run
+            if state.over:
+                on_event(ev.Gone(state.state, job_id=job.job_id))
+                return state.exit_code
+
+
+class FleetWatch:
+    """Follows the runs in, or below, some directories.
+
+    Args:
+        places: run directories, or directories that hold some.
+        on_event: gets each event with its run as it is written; also our own, `gone`, as in `follow_run`.
+        on_glance: gets what was read of a run whenever one is: when it is found, and when it is asked about.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[Path],
+        on_event: OnEvent,
+        on_glance: Callable[[Followed, Glance], None] = lambda *_: None,
+    ) -> None:
+        self._places, self._on_event, self._on_glance = places, on_event, on_glance
+        self.runs: dict[Path, Followed] = {}
+        self.idle: dict[Path, str] = {}
+        """State of those that cannot be followed (yet): prepared, or closed to us."""
+        self.problem = ""
+        """Why the scheduler did not answer."""
+        self.look_s = _REMOTE_LOOK_S if any(is_remote(place) for place in places) else _LOOK_S
+        """Seconds between looks."""
+        self._asked = 0.0
+
+    def follow(
+        self, on_turn: Callable[[], None], sleep: Callable[[float], object] = time.sleep
+    ) -> ExitCode | int:
+        """Follows until no run lives any more; returns OK, or the highest code with which a run ended meanwhile.
+
+        Args:
+            on_turn: called first when all runs are known, then whenever something was reported.
+            sleep: replaced in tests.
+        """
+        # ---- find the runs, and ask once which of them still live
+        self.find()
+        self.ask()
+        on_turn()
+        while any(run.alive for run in self.runs.values()):
+            sleep(self.look_s)
+            if self.look():
+                on_turn()
+        return max((run.exit_code or 0 for run in self.runs.values()), default=0)
+
+    def look(self, *, ask: bool = True) -> int:
+        """Reports what is new; returns how much.
+
+        Args:
+            ask: the scheduler as well, if that is due.
+        """
+        told = self.find() + sum(self._read(run) for run in list(self.runs.values()))
+        # Not after a silence: other runs may never be silent for a minute.
+        is_due = ask and time.monotonic() - self._asked >= _ASK_S
+        return told + (self.ask() if is_due else 0)
+
+    def find(self) -> int:
+        """Adds the unknown runs at and below the places; returns their number."""
+        before = len(self.runs)
+        for place in self._places:
+            roots: Iterable[tuple[Path, bool]] = [(place, True)]
+            if not (place / "run.yaml").exists():
+                roots = find_runs(place)
+            for root, open_to_us in roots:
+                if not open_to_us:
+                    self.idle[root] = "no permission"
+                elif root not in self.runs:
+                    self._take_up(root)
+        return len(self.runs) - before
+
+    def _take_up(self, root: Path) -> None:
+        # Before the glance: an event in between is told twice at worst, never missed.
+        offset = _size(RunPaths(root).events)
+        if offset is None:
+            self.idle[root] = "prepared"  # its journal comes with its first job
+            return
+        self.idle.pop(root, None)
+        seen = glance(root)
+        self.runs[root] = run = Followed(
+            root=root, state=state_of(seen, None), alive=not is_over(seen), offset=offset
+        )
+        self._on_glance(run, seen)
+
+    def _read(self, run: Followed) -> int:
+        before = run.state
+        try:
+            return run.read(self._on_event)
+        except FileNotFoundError:
+            run.state, run.alive = "removed", False
+        except (OSError, TooMuch) as error:
+            # Of one run, which must not end what is told of the others. Storage may answer again.
+            run.state = unreadable(error)
+            if isinstance(error, TooMuch):
+                run.alive, run.exit_code = False, error.exit_code
+            self._on_glance(run, Glance(root=run.root, error=run.state))
+        return int(run.state != before)
+
+    def ask(self) -> int:
+        """Asks whether the silent runs still live; returns how many do not."""
+        self._asked = time.monotonic()
+        glances: list[Glance] = [glance(run.root) for run in self.runs.values() if run.alive]
+        seen, self.problem = ask_for(glances)
+        gone = 0
+        for one in glances:
+            run, answer = self.runs[one.root], seen.get(one.root)
+            run.state = state_of(one, answer)
+            # A run that lives has a job, so its directory was removed or closed meanwhile.
+            if one.job is None:
+                run.state, run.alive = one.error or "removed", False
+            elif run.state in ("gone", "cancelled") and not is_over(one):
+                gone += 1
+                # A lead that leaves by itself writes down its end: this one was killed, or never came to start.
+                run.alive = False
+                run.exit_code = int(ExitCode.CRASHED if run.state == "gone" else ExitCode.CANCELLED)
+                self._on_event(run, ev.Gone(run.state, job_id=one.job.job_id))
+            self._on_glance(run, one)
+        return gone
+
+
+def state_after(event: ev.Event, state: str) -> str:
+    """Returns a run's state after this event, in the words of `glance.state_of`. Pure."""
+    match event:
+        case ev.Submitted() | ev.Successor():
+            return "queued"
+        case ev.Started() | ev.Restart():
+            return "starting"
+        case ev.Training():
+            return "running"
+        case ev.Save(stop=True):
+            return "saving"
+        case ev.Crash():
+            return "paused"
+        case ev.Ended():
+            return event.outcome if event.is_final else "queued"
+        case _:
+            return state
+
+
+def _size(path: Path) -> int | None:
+    # Not of what a link leads to, nor the error of one that leads nowhere: reading the journal says what it is.
+    with suppress(FileNotFoundError, PermissionError):
+        return os.lstat(path).st_size
+    return None
 
 
 class _Bell(FileSystemEventHandler):
     """Rings when one of the watched names changes; None: when anything does."""
 
-    def __init__(self, paths: set[str] | None) -> None:
-        self._paths = paths
+    def __init__(self, names: set[str] | None) -> None:
+        self._names = names
         self.queue: SimpleQueue[None] = SimpleQueue()
 
     def on_any_event(self, event: FileSystemEvent) -> None:
         # "opened" and "closed_no_write" come from our own reading: they would ring without end.
         if event.event_type not in _WRITES:
             return
-        if self._paths is None or {str(event.src_path), str(event.dest_path)} & self._paths:
+        if self._names is None or {str(event.src_path), str(event.dest_path)} & self._names:
             self.queue.put(None)
 
 
-def follow_lines(
-    path: Path,
-    offset: int = 0,
-    *,
-    silence_s: Callable[[], float],
-    beside: Path | None = None,
-    on_beside: Wake | None = None,
-) -> Iterator[bytes | None]:
-    """Yields each finished line after `offset`; None after `silence_s` without any.
-
-    Never ends by itself. The file need not exist yet; its directory must.
+@contextmanager
+def watched(directory: Path, names: set[str] | None = None) -> Iterator[Callable[[float | None], bool]]:
+    """Yields a function that waits for a change in a directory, at most so many seconds; it returns whether one came.
 
     Args:
-        path: the file that grows.
-        offset: bytes to skip.
-        silence_s: called each time: the seconds of silence after which the caller gets a turn.
-        beside: another file in the same directory; `on_beside` is called when it changes.
+        directory: it is watched, and not a file in it: that may not exist yet, and a replaced one has another inode.
+        names: paths of the files that matter; None: all.
     """
-    bell = _Bell({str(path), str(beside)})
-    # The directory is watched, not the file: that may not exist yet, and a replaced one has another inode.
-    observer = _observer(path.parent)
-    observer.schedule(bell, str(path.parent))
+    bell = _Bell(names)
+    observer = PollingObserver(timeout=_POLL_S) if is_remote(directory) else Observer()
+    observer.schedule(bell, str(directory))
     observer.start()
+
+    def changed(timeout_s: float | None) -> bool:
+        try:
+            bell.queue.get(timeout=timeout_s)
+        except Empty:
+            return False
+        # One look answers all bells that have rung by now.
+        while not bell.queue.empty():
+            bell.queue.get()
+        return True
+
     try:
-        while True:
-            # Read first, then wait: what was written before the watch began rings no bell.
-            lines = _read_lines(path, offset)
-            for line in lines:
-                offset += len(line) + 1
-                yield line
-            if on_beside is not None:
-                on_beside()
-            if lines:
-                continue
-            try:
-                bell.queue.get(timeout=silence_s())
-            except Empty:
-                # One more look: a bell may have been missed, and the caller takes a None for silence.
-                if not _read_lines(path, offset):
-                    yield None
+        yield changed
     finally:
-        # Also when the caller leaves the generator: a watch is a thread and a descriptor.
+        # A watch is a thread and a descriptor.
         observer.stop()
         observer.join()
 
@@ -105,19 +341,12 @@ def follow_lines(
 def follow_newest(
     directory: Path, newest: Callable[[], Path | None], num_lines: int | None = None
 ) -> Iterator[tuple[Path, bytes]]:
-    """Yields (file, line) of the newest file in `directory`, to its end before that of the next one.
-
-    Never ends by itself.
+    """Yields (file, line) of the newest file in `directory`, to its end before that of the next one. Never ends.
 
     Args:
-        directory: must exist.
         newest: returns the newest file now; None: there is none yet.
         num_lines: skip all but so many of the existing lines; None: skip none.
     """
-    bell = _Bell(None)
-    observer = _observer(directory)
-    observer.schedule(bell, str(directory))
-    observer.start()
     path, offset = newest(), 0
     if path is not None and num_lines is not None:
         # Offsets alone are kept: the log may have gigabytes.
@@ -125,7 +354,7 @@ def follow_newest(
         while lines := _read_lines(path, starts[-1]):
             starts.extend(itertools.accumulate((len(line) + 1 for line in lines), initial=starts.pop()))
         offset = starts[0]
-    try:
+    with watched(directory) as changed:
         while True:
             later = newest()  # before the last look at the former: that has no writer any more
             if path is not None:
@@ -138,70 +367,7 @@ def follow_newest(
                     yield path, rest  # its writer was killed in the middle of a line
                 path, offset = later, 0
             else:
-                bell.queue.get()
-                # One look answers all bells that have rung by now.
-                while not bell.queue.empty():
-                    bell.queue.get()
-    finally:
-        observer.stop()
-        observer.join()
-
-
-def follow_run(
-    paths: RunPaths,
-    offset: int,
-    on_event: Callable[[Event], None],
-    on_status: Callable[[dict[str, Any]], None] | None = None,
-) -> ExitCode:
-    """Hands every event after `offset` to `on_event` until the run has ended, over all its requeues.
-
-    Args:
-        paths: the run.
-        offset: bytes of events.jsonl that are history.
-        on_event: gets each event. The last one may be ours: `gone`, for a job that ended without a word.
-        on_status: gets the content of status.json whenever it has changed.
-
-    Returns:
-        The run's exit code: that of the last lead of its newest job, or the scheduler's if a lead died without a
-            word.
-        An end that another submission follows in the journal is reported, and is not the run's.
-    """
-
-    def hand_status() -> None:
-        if on_status is not None and (status := read_status(paths)):
-            on_status(status)
-
-    patience_s = _SILENCE_S[last_job(paths).cluster]
-    lines = follow_lines(
-        paths.events,
-        offset,
-        silence_s=lambda: patience_s,
-        beside=paths.status,
-        on_beside=hand_status,
-    )
-    for line in lines:
-        if line is not None:
-            event = parse_event(line)
-            if event is None:
-                continue
-            on_event(event)
-            # A job that is cancelled while it waits ends without a word, so the scheduler is asked soon after.
-            patience_s = _CANCEL_S if isinstance(event, CancelAsked) else _SILENCE_S[last_job(paths).cluster]
-            # A run may be submitted again after any end.
-            if isinstance(event, Ended) and event.is_final and read_history(paths).word == event:
-                # submitit's controller ends a moment after its lead; else the next command would find the run alive.
-                settle(paths, last_job(paths))
-                return event.code
-            continue
-        job = last_job(paths)
-        try:
-            state = job_state(paths, job)
-        except SlurmMissing:
-            continue  # a controller that is away for a while ends no run
-        if state.over:
-            on_event(Gone(state.state, job_id=job.job_id))
-            return state.exit_code
-    raise AssertionError("unreachable: follow_lines never ends")
+                changed(None)
 
 
 def _read_lines(path: Path, offset: int) -> list[bytes]:
@@ -217,7 +383,3 @@ def _read_rest(path: Path, offset: int) -> bytes:
             return file.read(_MOST)
     except FileNotFoundError:
         return b""
-
-
-def _observer(directory: Path) -> BaseObserver:
-    return PollingObserver(timeout=_POLL_S) if is_remote(directory) else Observer()

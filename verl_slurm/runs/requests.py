@@ -101,9 +101,7 @@ def requeue_run(run: RunPaths, *, at_once: bool = False) -> tuple[str, str]:
     Args:
         at_once: Slurm does it, and the ranks have KillWait to save.
 
-    Raises:
-        NotFound: the run has no living job.
-        SlurmMissing, SlurmRefused: the request failed.
+    Raises NotFound: the run has no living job. SlurmMissing, SlurmRefused: the request failed.
     """
     job = last_job(run)
     # `scontrol requeue` starts a job that is over again, one that its user has cancelled as well.
@@ -158,15 +156,10 @@ def _not_requeued(run: RunPaths, facts: JobFacts, found: str) -> SlurmRefused:
 
 
 def _require_living(run: RunPaths, by_hand: str) -> str:
-    """Returns the state of the run's job.
+    """Returns the state of the run's job. `by_hand` is the command that does what is asked for to the job `{}`.
 
-    Args:
-        by_hand: the command that does what is asked for to the job `{}`.
-
-    Raises:
-        NotFound: it is over, or of another cluster or machine.
-        SlurmRefused: its number is another job's.
-        SlurmMissing: no answer.
+    Raises NotFound: it is over, or of another cluster or machine. SlurmRefused: its number is another job's.
+    SlurmMissing: no answer.
     """
 
     job = last_job(run)
@@ -198,14 +191,7 @@ def _require_living(run: RunPaths, by_hand: str) -> str:
 
 def _require_own(run: RunPaths, job: Submission, by_hand: str) -> None:
     """Refuses a Slurm job that nothing but the run's journal ties to the run. (A local one is recognised by its
-    command line.)
-
-    Args:
-        by_hand: the command that does the same to the job `{}`.
-
-    Raises:
-        SlurmRefused: it is another job.
-        NotFound, SlurmMissing: as `SlurmClient.job`.
+    command line.) Raises SlurmRefused: it is another job. NotFound, SlurmMissing: as `SlurmClient.job`.
     """
 
     # A local lead is recognised by its own command line, whatever the journal says.
@@ -224,13 +210,8 @@ def _require_own(run: RunPaths, job: Submission, by_hand: str) -> None:
 
 
 def ask_for_save(run: RunPaths) -> str:
-    """Has the running job of RUN save and go on, by the signal of an operator (`scancel -b -s USR1 JOB`).
-
-    Returns:
-        The job's id; empty: no job of the run is running, so nothing was asked.
-
-    Raises:
-        SlurmMissing, SlurmRefused: the request failed.
+    """Has the running job of RUN save and go on, by the signal of an operator (`scancel -b -s USR1 JOB`). Returns its
+    id; empty: no job of the run is running, so nothing was asked. Raises SlurmMissing, SlurmRefused: it failed.
     """
 
     try:

@@ -16,7 +16,8 @@ It needs a new enough sbatch and `SlurmctldParameters=enable_expedited_requeue`;
 Both are read; no version is compared.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Literal
 
@@ -115,3 +116,22 @@ def offered(sbatch_help: str, conf: Mapping[str, str]) -> bool:
     """
     words = {word.strip().lower() for word in conf.get("SlurmctldParameters", "").split(",")}
     return names_expedite(sbatch_help) and "enable_expedited_requeue" in words
+
+
+def sparable(
+    nodes: Sequence[str], usable: Mapping[str, str], excluded: Collection[str], needed: int
+) -> tuple[str, ...]:
+    """Returns those of `nodes`, the first ones first, that a job of `needed` nodes can do without: of each kind,
+    enough stay.
+
+    Nodes of the same kind that are up are counted (`usable`: kinds by node): others may lack what a constraint or a GPU
+    request asks for, and nothing withdraws an exclusion while a job waits. A node that is down is left to Slurm.
+    """
+    left = Counter(kind for node, kind in usable.items() if node not in excluded)
+    spared = []
+    for node in nodes:
+        kind = usable.get(node)
+        if kind is not None and node not in excluded and left[kind] > needed:
+            left[kind] -= 1
+            spared.append(node)
+    return tuple(spared)

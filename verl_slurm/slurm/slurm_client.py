@@ -17,25 +17,8 @@ from typing import Literal
 import msgspec
 
 from verl_slurm.base.errors import NotFound, SlurmMissing, SlurmRefused
-from verl_slurm.slurm import commands
+from verl_slurm.slurm import commands, parse
 from verl_slurm.slurm.facts import JobFacts, NodeFacts, PartitionFacts
-from verl_slurm.slurm.parse import (
-    IDLE,
-    PastJobs,
-    ended_as,
-    parse_config,
-    parse_config_time,
-    parse_default_partition,
-    parse_hostnames,
-    parse_job,
-    parse_lost_nodes,
-    parse_node,
-    parse_partition,
-    parse_partitions,
-    parse_past_jobs,
-    parse_states,
-    parse_usable_nodes,
-)
 from verl_slurm.slurm.requeue_rules import RequeueOutcome, is_answer, names_expedite, offered, refuse_requeue
 from verl_slurm.slurm.runner import Completed, run_command, slurm_words, waiting_for
 
@@ -135,6 +118,21 @@ class SlurmClient:
             remedy="see whether slurmctld is up: scontrol ping",
         )
 
+    async def _change(
+        self,
+        argv: list[str],
+        what: str,
+        where: object,
+        remedy: str | None = None,
+        *,
+        within_s: float | None = None,
+    ) -> None:
+        """Runs a command that changes something. Raises SlurmRefused: Slurm said no. SlurmMissing: no answer."""
+        done = await self.run(argv, within_s)
+        # scancel may say so with an exit code of 0.
+        if done.exit_code != 0 or (argv[0] == "scancel" and "error" in done.stderr.lower()):
+            raise SlurmRefused(what, where=where, found=slurm_words(done.stderr), remedy=remedy)
+
     async def job(self, job_id: int, within_s: float | None = None) -> JobFacts:
         """Returns the job as slurmctld has it now.
 
@@ -143,14 +141,14 @@ class SlurmClient:
             SlurmMissing: no answer.
         """
         text = await self._ask(commands.show_job(job_id), "Slurm does not know the job", job_id, within_s)
-        facts = parse_job(text, job_id)
+        facts = parse.parse_job(text, job_id)
         if facts.state != "COMPLETING" or facts.preempt_time is None:
             return facts
         # Ended by the preemption, or cancelled in its grace time: the text is the same for both.
         try:
             done = await self.run(commands.show_job_json(job_id), _ASIDE_S)
             # 23.11 and newer say it in JSON; 22.05's scontrol refuses the option.
-            end = ended_as(done.stdout, job_id) if done.exit_code == 0 else None
+            end = parse.ended_as(done.stdout, job_id) if done.exit_code == 0 else None
             # Equal times: Slurm ended it at that moment, or its user did in the first second of the grace time.
             if end is None and facts.end_time == facts.preempt_time:
                 end = "PREEMPTED" if await self._without_grace(facts.partition.partition(",")[0]) else None
@@ -164,17 +162,19 @@ class SlurmClient:
         `job`."""
         argv = commands.show_partition(partition)
         text = await self._ask(argv, "Slurm has no such partition", partition, _ASIDE_S)
-        conf = parse_config(await self._ask(commands.show_config(), "Slurm has no config", None, _ASIDE_S))
+        conf = parse.parse_config(
+            await self._ask(commands.show_config(), "Slurm has no config", None, _ASIDE_S)
+        )
         # with preempt/qos the grace time is the QOS's, which sacctmgr shows and scontrol does not
         return (
-            parse_partition(text, partition).grace_s == 0
+            parse.parse_partition(text, partition).grace_s == 0
             and conf.get("PreemptType") == "preempt/partition_prio"
         )
 
     async def node(self, name: str) -> NodeFacts:
         """Returns one node. Raises as `job`."""
         text = await self._ask(commands.show_node(name), "Slurm does not know the node", name)
-        return parse_node(text, name)
+        return parse.parse_node(text, name)
 
     async def node_addr(self, name: str) -> str:
         """Returns where to reach a node: its NodeAddr (an address or a resolvable name)."""
@@ -183,7 +183,7 @@ class SlurmClient:
     async def partition(self, name: str) -> PartitionFacts:
         """Returns one partition. Raises as `job`."""
         text = await self._ask(commands.show_partition(name), "Slurm has no such partition", name)
-        return parse_partition(text, name)
+        return parse.parse_partition(text, name)
 
     async def partitions_of(self, names: str | None) -> list[PartitionFacts]:
         """Returns those that a job names, `a,b`, or the default one. Raises as `job`."""
@@ -195,12 +195,12 @@ class SlurmClient:
         """Returns what `parse_usable_nodes` finds. Raises as `job`."""
         # sinfo: far less text than all nodes by scontrol, and `run_command` cuts at 1 MiB.
         argv = commands.list_nodes(partition)
-        return parse_usable_nodes(await self._ask(argv, "Slurm has no such partition", partition))
+        return parse.parse_usable_nodes(await self._ask(argv, "Slurm has no such partition", partition))
 
     async def usable_and_idle(self, partition: str) -> tuple[dict[str, str], list[str]]:
         """Returns the same, and which of them are idle. Raises as `job`."""
         text = await self._ask(commands.list_nodes(partition), "Slurm has no such partition", partition)
-        return parse_usable_nodes(text), list(parse_usable_nodes(text, IDLE))
+        return parse.parse_usable_nodes(text), list(parse.parse_usable_nodes(text, parse.IDLE))
 
     async def own_jobs(self) -> list[tuple[str, str]]:
         """Returns the number and the batch script of each of our unfinished jobs, the newest last. Raises as `job`."""
@@ -225,17 +225,19 @@ class SlurmClient:
             SlurmMissing: no answer.
         """
         text = await self._ask(commands.list_states(users), "Slurm does not list jobs", None)
-        return parse_states(text)
+        return parse.parse_states(text)
 
     async def default_partition(self) -> PartitionFacts:
         """Returns the partition of jobs that name none. Raises as `job`."""
-        return parse_default_partition(
+        return parse.parse_default_partition(
             await self._ask(commands.show_partitions(), "Slurm has no partitions", None)
         )
 
     async def partitions(self) -> list[PartitionFacts]:
         """Returns all partitions. Raises SlurmMissing."""
-        return parse_partitions(await self._ask(commands.show_partitions(), "Slurm has no partitions", None))
+        return parse.parse_partitions(
+            await self._ask(commands.show_partitions(), "Slurm has no partitions", None)
+        )
 
     async def cluster_name(self) -> str:
         """Returns the name of the cluster that answers; empty: it does not say. Raises SlurmMissing."""
@@ -248,16 +250,16 @@ class SlurmClient:
     async def config_and_time(self) -> tuple[dict[str, str], datetime | None]:
         """Returns the same and slurmctld's time in whole seconds; None if it does not report it."""
         text = await self._ask(commands.show_config(), "Slurm does not show its config", None)
-        return parse_config(text), parse_config_time(text)
+        return parse.parse_config(text), parse.parse_config_time(text)
 
-    async def past_jobs(self, partition: str, days: int) -> PastJobs:
+    async def past_jobs(self, partition: str, days: int) -> parse.PastJobs:
         """Returns our jobs of the last days there, from Slurm's accounting.
 
         Raises:
             SlurmMissing: there is none, or it does not answer.
         """
         argv = commands.list_past_jobs(partition, days)
-        return parse_past_jobs(await self._ask(argv, "Slurm does not list past jobs", partition))
+        return parse.parse_past_jobs(await self._ask(argv, "Slurm does not list past jobs", partition))
 
     async def offers_expedite(self) -> bool:
         """Returns `requeue_rules.offered`; no answer counts as no."""
@@ -286,12 +288,12 @@ class SlurmClient:
     async def expand(self, node_list: str) -> list[str]:
         """Expands `node[1-2]` to `[node1, node2]`, in Slurm's order."""
         argv = commands.show_hostnames(node_list)
-        return parse_hostnames(await self._ask(argv, "Slurm does not read the node list", node_list))
+        return parse.parse_hostnames(await self._ask(argv, "Slurm does not read the node list", node_list))
 
     async def lost_nodes(self, node_list: str) -> tuple[str, ...]:
         """Returns those of the listed nodes that Slurm calls DOWN or not responding. Raises as `job`."""
         argv = commands.show_nodes(node_list)
-        return parse_lost_nodes(await self._ask(argv, "Slurm does not show the nodes", node_list))
+        return parse.parse_lost_nodes(await self._ask(argv, "Slurm does not show the nodes", node_list))
 
     async def cancel(self, job_id: int) -> None:
         """Ends a job permanently.
@@ -327,24 +329,14 @@ class SlurmClient:
         """
         # Asked for its target, as in `cancel`.
         job = await self.job(job_id)
-        done = await self.run(commands.signal_batch(job.target, signal))
-        if done.exit_code != 0 or "error" in done.stderr.lower():
-            raise SlurmRefused(
-                "Slurm did not signal the job",
-                where=job_id,
-                found=slurm_words(done.stderr),
-                remedy="squeue --me lists your jobs",
-            )
+        argv = commands.signal_batch(job.target, signal)
+        await self._change(argv, "Slurm did not signal the job", job_id, "squeue --me lists your jobs")
 
     async def submit(self, words: Sequence[str], what: str, *, where: object = None, remedy: str = "") -> int:
-        """Queues a batch job (`sbatch --parsable WORDS`) and returns its id.
+        """Queues a batch job (`sbatch --parsable WORDS`) and returns its id. `what` names it in an error.
 
-        Args:
-            what: names the job in an error, e.g. `the urgent job`.
-
-        Raises:
-            SlurmRefused: sbatch refused; the error quotes it.
-            SlurmMissing: no answer, or one that is not understood; the job may have been queued anyway.
+        Raises SlurmRefused: sbatch refused; the error quotes it. SlurmMissing: no answer, or one that is not
+        understood; the job may have been queued anyway.
         """
         # Not asked again by itself: an answer that was lost does not tell whether the job is queued.
         done = await self.run(["sbatch", "--parsable", *words])
@@ -365,14 +357,8 @@ class SlurmClient:
             SlurmRefused: an unknown node, or the job is over.
             SlurmMissing: no answer.
         """
-        done = await self.run(commands.update_excluded(job.target, nodes))
-        if done.exit_code != 0:
-            raise SlurmRefused(
-                "Slurm did not take the nodes to exclude",
-                where=nodes,
-                found=slurm_words(done.stderr),
-                remedy="sinfo -N",
-            )
+        argv = commands.update_excluded(job.target, nodes)
+        await self._change(argv, "Slurm did not take the nodes to exclude", nodes, "sinfo -N")
 
     async def requeue(
         self, job_id: int, delay_s: int, *, own_restarts: int, now: Now = _today, hold: bool = False
@@ -381,14 +367,12 @@ class SlurmClient:
         of the job when this returns. A job that its user has cancelled is never requeued.
 
         Args:
-            job_id: the job.
             delay_s: seconds until it may start. If the job is still COMPLETING by then, Slurm uses its own delay.
             own_restarts: SLURM_RESTART_COUNT of the running attempt.
             now: slurmctld's clock; a node's clock may be minutes off.
             hold: it must not start before a person releases it.
 
-        Raises:
-            SlurmMissing, NotFound: Slurm could not be asked; nothing was changed.
+        Raises SlurmMissing, NotFound: Slurm could not be asked; nothing was changed.
         """
         began = time.monotonic()
         # Read just before: `scontrol requeue` revives a job that its user has cancelled, with exit code 0.
@@ -447,14 +431,8 @@ class SlurmClient:
         # job for longer than Slurm itself does.
         if ahead_s > max(delay_s, _OWN_DELAY_S):
             return None
-        done = await self.run(commands.update_start_time(job.target, start), _ASIDE_S)
-        if done.exit_code != 0:
-            raise SlurmRefused(
-                "Slurm did not take the start time",
-                where=job.target,
-                found=slurm_words(done.stderr),
-                remedy="it starts after Slurm's own delay",
-            )
+        argv, remedy = commands.update_start_time(job.target, start), "it starts after Slurm's own delay"
+        await self._change(argv, "Slurm did not take the start time", job.target, remedy, within_s=_ASIDE_S)
         return start
 
     async def _settle(

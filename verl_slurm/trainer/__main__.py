@@ -18,9 +18,9 @@ from verl_slurm.loops.session import Session
 from verl_slurm.trainer.measures import console
 from verl_slurm.wire.client import NoDaemon, RankClient, RankLine
 from verl_slurm.wire.environment import CONTROL_VARIABLE
+from verl_slurm.wire.hang_records import answer_with_stacks
 from verl_slurm.wire.lifeline import run_and_leave
 from verl_slurm.wire.messages import MAX_REASON, RankStarted, RankUnfit
-from verl_slurm.wire.stacks import answer_with_stacks
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -77,7 +77,7 @@ def _train(paths: RunPaths, epoch: int, resume: str, line: RankLine) -> None:
     from verl_slurm.config.load import load_own
     from verl_slurm.trainer.place import Place, check_product, check_sum, process_group, write_on_request
     from verl_slurm.trainer.setup import build_loop
-    from verl_slurm.wire.imports import remember_imports
+    from verl_slurm.wire.standing_by import remember_imports
 
     gc.freeze()
     gc.enable()

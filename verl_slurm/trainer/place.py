@@ -34,7 +34,7 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.trainer import determinism
 from verl_slurm.trainer.state.orchestration import began_on_gpus
-from verl_slurm.wire.flight import DUMP_VARIABLE, pipe_of
+from verl_slurm.wire.hang_records import DUMP_VARIABLE, pipe_of
 
 _PERIOD = 7
 _BLOCKS = {"cpu": 64, "cuda": 585}

@@ -54,10 +54,10 @@ DEVCLUSTER_VARIABLE = "VERL_SLURM_DEVCLUSTER"
 """Set by a user: where `verl-slurm devcluster` keeps its cluster, in the place of ~/.cache/verl-slurm/devcluster."""
 
 HOST_PID_VARIABLE = "VERL_SLURM_HOST_PID"
-"""For the guard of a service: the process that started it. The guard removes it before the service starts."""
+"""For the launcher of a service: the process that started it. The launcher removes it before the service starts."""
 
 LOG_VARIABLE = "VERL_SLURM_LOG"
-"""The log of this node's ranks, to which processes append that have another output (`wire.stacks`)."""
+"""The log of this node's ranks, to which processes append that have another output (`wire.hang_records`)."""
 
 STACKS_SIGNAL = signal.SIGRTMIN + 3
 """Makes a rank write the stacks of all its threads into its log (`faulthandler`, in C, whichever thread holds the GIL).

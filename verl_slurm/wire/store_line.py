@@ -21,7 +21,7 @@ from verl_slurm.wire.peer_credentials import require_our_agent
 STORE_SOCKET_NAME = "store.sock"
 RANKS_KEY_NAME = "ranks.key"
 """File of 32 bytes, 0600: the key by which the ranks of one generation prove themselves to each other
-(`rendezvous.peers.proof`)."""
+(`rendezvous.install`)."""
 
 LENGTH = struct.Struct(">I")
 _ENCODER = msgspec.msgpack.Encoder()

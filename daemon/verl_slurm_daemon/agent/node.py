@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, assert_never
 
 from verl_slurm.base.errors import VerlSlurmError, WireError
 from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.files import open_log
 from verl_slurm.base.one_line import printable
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import become_subreaper
@@ -33,32 +34,15 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.containers.runtimes import ranks_inside
 from verl_slurm.program.programs import Moves
 from verl_slurm.slurm.slurm_environment import SlurmJob
-from verl_slurm.wire.flight import request_flights
+from verl_slurm.wire import messages as msg
+from verl_slurm.wire.environment import STACKS_SIGNAL
+from verl_slurm.wire.hang_records import request_flights
 from verl_slurm.wire.lead_file import LeadAddress, read_lead_address
-from verl_slurm.wire.messages import (
-    MAX_REASON,
-    AgentReady,
-    Baseline,
-    DumpStacks,
-    FromRank,
-    Launch,
-    NodeExited,
-    NodeUnfit,
-    SaveRequest,
-    Shutdown,
-    SignalSeen,
-    SpotNoticeSeen,
-    StacksWritten,
-    StandsBy,
-    StoreAnswer,
-    ToAgent,
-)
 from verl_slurm_daemon.agent.agent_log import AgentLog
 from verl_slurm_daemon.agent.node_start import NodeStart, require_memory
 from verl_slurm_daemon.agent.orphan import SlurmSenses, see_off, slurm_job
 from verl_slurm_daemon.agent.rank_container import Lifeline
 from verl_slurm_daemon.agent.rank_socket import REASONS, RankSocket, StoreSocket
-from verl_slurm_daemon.agent.rank_stacks import write_stacks
 from verl_slurm_daemon.decide.leaving import AgentKnowledge
 from verl_slurm_daemon.descendants import (
     RELAYED,
@@ -66,11 +50,11 @@ from verl_slurm_daemon.descendants import (
     bury_orphans,
     kill_tree,
     listen,
+    listeners,
     spare_former_children,
     tail,
 )
-from verl_slurm_daemon.link.addresses import CONNECT_PAUSES_S, reach_lead
-from verl_slurm_daemon.link.channel import LeadLink, Refusals
+from verl_slurm_daemon.link.channel import CONNECT_PAUSES_S, LeadLink, Refusals, reach_lead
 
 if TYPE_CHECKING:
     from verl_slurm_daemon.agent.node_metrics import AgentMetrics
@@ -103,7 +87,7 @@ class Agent:
         self._node, self._node_id = node, node_id
         self._log = AgentLog(paths.agent_log(epoch, node_id), f"{epoch} {node}")
         self._baselines: asyncio.Queue[tuple[tuple[str, ...], float]] = asyncio.Queue()
-        self._launches: asyncio.Queue[Launch] = asyncio.Queue()
+        self._launches: asyncio.Queue[msg.Launch] = asyncio.Queue()
         self._shutdown = asyncio.Event()
         self._lead_lost = asyncio.Event()
         self._warned = asyncio.Event()
@@ -148,7 +132,7 @@ class Agent:
                 broken = error.exit_code if isinstance(error, VerlSlurmError) else ExitCode.INTERNAL
                 told = self._report(error)
                 if self._link is not None:  # else the lead would wait a minute for an agent that never comes
-                    self._link.send(NodeExited(node=self._node, exit_code=int(broken), detail=told))
+                    self._link.send(msg.NodeExited(node=self._node, exit_code=int(broken), detail=told))
             # Reached by each way out but Ctrl-C, errors included: a killed lead ends the job without a requeue.
             released = await self._leave(job)
         finally:  # by Ctrl-C, too
@@ -169,7 +153,7 @@ class Agent:
         except WireError as error:
             raise failed or error from error
         if self._generation:
-            link.send(StandsBy(node=self._node, generation=self._generation))
+            link.send(msg.StandsBy(node=self._node, generation=self._generation))
         self._tasks = [asyncio.create_task(self._listen(link))]
         if failed is not None:
             raise failed
@@ -187,7 +171,7 @@ class Agent:
             self._lifeline = await Lifeline.open(self._ranks.directory)
         self._tasks.append(asyncio.create_task(self._ranks.serve()))
         link.send(
-            AgentReady(
+            msg.AgentReady(
                 node=self._node,
                 node_id=self._node_id,
                 address=link.own_host,
@@ -222,9 +206,9 @@ class Agent:
         self._log.say("health", found=told)
         wrong = [one for one in checked if one.verdict == "bad"]
         if wrong:
-            evidence = printable("; ".join(f"{one.topic}: {one.found}" for one in wrong))[:MAX_REASON]
+            evidence = printable("; ".join(f"{one.topic}: {one.found}" for one in wrong))[: msg.MAX_REASON]
             passing = all(one.passing for one in wrong)
-            link.send(NodeUnfit(node=self._node, evidence=evidence, passing=passing))
+            link.send(msg.NodeUnfit(node=self._node, evidence=evidence, passing=passing))
             await self._first(asyncio.sleep(_HEARD_S))
         return not wrong
 
@@ -279,7 +263,7 @@ class Agent:
         # Before NodeExited: a Saved or Finished that a rank sent just before its end may still lie in the socket.
         await ranks.drain()
         detail = "" if exit_code == 0 else moves.as_submitted(first_cause(log))
-        link.send(NodeExited(node=self._node, exit_code=exit_code, detail=detail))
+        link.send(msg.NodeExited(node=self._node, exit_code=exit_code, detail=detail))
         # Sent is not heard: a lead that dies late, or with its node, would take the news with it. It says Shutdown.
         await self._first(asyncio.sleep(_HEARD_S))
 
@@ -298,7 +282,9 @@ class Agent:
             cloud, lambda problem: self._log.say("spot_notices", cloud=cloud, problem=problem)
         )
         self._log.say("spot_notices", loud=True, evidence=notice.evidence, seconds_left=notice.seconds_left)
-        link.send(SpotNoticeSeen(node=self._node, evidence=notice.evidence, seconds_left=notice.seconds_left))
+        link.send(
+            msg.SpotNoticeSeen(node=self._node, evidence=notice.evidence, seconds_left=notice.seconds_left)
+        )
 
     async def _first(self, wanted: Coroutine[Any, Any, T]) -> T | None:
         """Returns the result of `wanted`, or None if a shutdown or the loss of the lead comes first."""
@@ -334,7 +320,7 @@ class Agent:
         )
         if self._link is not None:
             if known.released and known.link_up:  # else a lead would take this end for the loss of the node
-                self._link.send(NodeExited(node=self._node, exit_code=0, detail=""))
+                self._link.send(msg.NodeExited(node=self._node, exit_code=0, detail=""))
             await self._link.close()  # a lead that lives sees it, and knows
         # No launcher is forked any more, so a thread may write: storage that hangs must not delay the requeue.
         self._log.detach()
@@ -406,22 +392,22 @@ class Agent:
             # However the link ended: `leaving.decide` finds out whether the lead lives.
             self._lead_lost.set()
 
-    def _from_lead(self, message: ToAgent) -> None:
+    def _from_lead(self, message: msg.ToAgent) -> None:
         match message:
-            case Baseline():
+            case msg.Baseline():
                 self._baselines.put_nowait((message.places, time.time() - message.time))
-            case Launch():
+            case msg.Launch():
                 self._launches.put_nowait(message)
-            case SaveRequest():
+            case msg.SaveRequest():
                 assert self._ranks is not None
                 # By the page and not by a socket: ranks look at each safe point, which has to cost one read of memory.
                 self._ranks.page.post(message)
-            case StoreAnswer():
+            case msg.StoreAnswer():
                 assert self._store is not None
                 self._store.answer(message)
-            case DumpStacks():
+            case msg.DumpStacks():
                 self._dumping = asyncio.create_task(self._dump_stacks())
-            case Shutdown():
+            case msg.Shutdown():
                 self._log.say("shutdown")
                 self._shutdown.set()
             case _:
@@ -434,9 +420,9 @@ class Agent:
         await write_stacks(log)
         asked = request_flights(self._ranks.directory) if self._ranks is not None else 0
         await asyncio.sleep(_FLIGHTS_S if asked else _STACKS_S)
-        self._link.send(StacksWritten(node=self._node, log=str(log)))
+        self._link.send(msg.StacksWritten(node=self._node, log=str(log)))
 
-    def _from_rank(self, message: FromRank) -> None:
+    def _from_rank(self, message: msg.FromRank) -> None:
         assert self._link is not None
         self._link.send(message)
         if self._metrics is not None:
@@ -450,7 +436,38 @@ class Agent:
             if name == "SIGTERM":
                 self._warned.set()
         else:
-            self._link.send(SignalSeen(node=self._node, signal=signal.Signals[name].value))
+            self._link.send(msg.SignalSeen(node=self._node, signal=signal.Signals[name].value))
+
+
+_STACKS_OF_ALL_S = 2.0
+"""For all processes one after the other: the lead waits five seconds for the agents of all nodes."""
+_STACKS_OF_EACH_S = 0.05
+"""Two that write at once would mix their lines."""
+_MOST_SHOWN = 160
+
+
+async def write_stacks(log: Path) -> None:
+    """Signals each process below this one that answers (`wire.hang_records`) with where its threads are: ranks, their
+    data loaders, and Ray's workers and engines.
+
+    Args:
+        log: of the ranks, to which the answers go.
+    """
+    # In a thread: it reads /proc for each process below.
+    found = await asyncio.to_thread(listeners, STACKS_SIGNAL)
+    pause_s = min(_STACKS_OF_EACH_S, _STACKS_OF_ALL_S / max(len(found), 1))
+    with contextlib.suppress(OSError):
+        fd = open_log(log)
+        try:
+            for process, name in found:
+                os.write(
+                    fd, f"\n---- stacks of {printable(name)[:_MOST_SHOWN]} (pid {process.pid})\n".encode()
+                )
+                with contextlib.suppress(OSError):
+                    process.send_signal(STACKS_SIGNAL)
+                await asyncio.sleep(pause_s)  # nothing tells that a process has written its last line
+        finally:
+            os.close(fd)
 
 
 def _free_port(host: str) -> int:

@@ -9,8 +9,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.wire.messages import FromRank
 from verl_slurm_daemon.agent.rank_socket import REASONS
-from verl_slurm_daemon.metrics.exporter import Exporter
-from verl_slurm_daemon.metrics.exposition import gauge, labelled, renderer
+from verl_slurm_daemon.metrics.exporter import Exporter, gauge, labelled, renderer
 from verl_slurm_daemon.metrics.live_numbers import LiveNumbers
 
 

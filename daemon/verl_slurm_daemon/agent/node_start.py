@@ -22,12 +22,16 @@ from verl_slurm.wire.environment import LOG_VARIABLE
 from verl_slurm.wire.framing import ranks_key, relay_key, services_token
 from verl_slurm.wire.lead_file import LeadAddress
 from verl_slurm.wire.messages import Launch
-from verl_slurm.wire.orders import Orders
+from verl_slurm.wire.standing_by import Orders
 from verl_slurm.wire.store_line import RANKS_KEY_NAME
 from verl_slurm_daemon.agent.agent_log import AgentLog
 from verl_slurm_daemon.agent.rank_container import ranks_argv, ranks_environ
-from verl_slurm_daemon.agent.rank_environment import past_proxies, prepare_environment
-from verl_slurm_daemon.agent.service_shares import keep_to, variables_of_ranks
+from verl_slurm_daemon.agent.rank_environment import (
+    keep_to,
+    past_proxies,
+    prepare_environment,
+    variables_of_ranks,
+)
 from verl_slurm_daemon.allocation.launcher import orders_argv, standby_argv
 from verl_slurm_daemon.link.relay import open_near_end
 

@@ -1,4 +1,7 @@
-"""Makes the environment of one node's ranks: what `slurm.rank_setup` does to the node's, and the user's variables."""
+"""Makes the environment of one node's ranks: what `slurm.rank_setup` does to the node's, and the user's variables.
+
+Also divides the node's CPUs and GPUs among the ranks and the services beside them, and tells the ranks of services.
+"""
 
 import asyncio
 import os
@@ -6,12 +9,14 @@ import signal
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 from verl_slurm.base.errors import NOT_SET_UP, ConfigError
 from verl_slurm.base.files import open_log, read_private
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.slurm.rank_setup import OURS, setup_script
+from verl_slurm.wire.environment import SERVICE_TOKEN_VARIABLE, SERVICE_VARIABLE
+from verl_slurm.wire.messages import Launch
 from verl_slurm_daemon.descendants import child_setup, tail
 
 _TOLD_BYTES = 2000
@@ -25,15 +30,11 @@ _OF_BASH = {"_", "SHLVL", "PWD", "OLDPWD"}
 
 
 async def prepare_environment(config: RunConfig, environ: Mapping[str, str], log: Path) -> dict[str, str]:
-    """Returns the environment. Takes as long as the user's commands.
+    """Returns the agent's environment as the user's commands and variables make it; takes as long as they do. Their
+    output goes to `log`.
 
-    Args:
-        environ: the agent's.
-        log: where the commands' output goes.
-
-    Raises:
-        ConfigError: a command failed, or a file is missing (`NOT_SET_UP`); or a file holds no value.
-        PermissionRefused: a file with a secret is open to others.
+    Raises ConfigError: a command failed, or a file is missing (`NOT_SET_UP`); or a file holds no value.
+    PermissionRefused: a file with a secret is open to others.
     """
     made, limit_s = dict(environ), _SHARE_OF_START * config.daemon.start_timeout_s
     if script := setup_script(config.slurm):
@@ -146,3 +147,62 @@ def _secret(name: str, path: Path) -> str:
             "a file holds no value for a variable", where=f"env_from_files.{name}", found=str(path)
         )
     return value
+
+
+RANKS = ""
+"""The ranks' place in the answer; a service has a name."""
+
+
+def divide(config: RunConfig, what: Literal["cpus", "gpus"], there: list[str]) -> dict[str, list[str]]:
+    """Returns what the ranks on the first node have, and each service on its own. Pure.
+
+    Services beside the ranks take theirs from the end, so that the ranks' numbers stay. A service that asks for no
+    CPUs shares the ranks'; one that asks for no GPUs has none.
+    """
+    left, shares = list(there), dict[str, list[str]]()
+    for name, service in config.services.items():
+        wanted = getattr(service, what)
+        if service.nodes:
+            shares[name] = there[:wanted] if wanted or what == "gpus" else there
+        elif wanted:
+            # The ranks keep one CPU even if the node has fewer than was asked for.
+            taken = min(wanted, len(left) - (what == "cpus"))
+            shares[name], left = left[len(left) - taken :], left[: len(left) - taken]
+    for name in config.services:
+        shares.setdefault(name, left if what == "cpus" else [])
+    return shares | {RANKS: left}
+
+
+def set_aside(
+    config: RunConfig, what: Literal["cpus", "gpus"], environ: Mapping[str, str]
+) -> dict[str, list[str]]:
+    """Does the same with what this node gives this process."""
+    if what == "cpus":
+        there = [str(cpu) for cpu in sorted(os.sched_getaffinity(0))]
+    elif (seen := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        there = [gpu for gpu in seen.split(",") if gpu]
+    else:
+        # Without Slurm's word: as many as there may be; a number without a device is none.
+        most = max([config.slurm.gpus_per_node, *(service.gpus for service in config.services.values())])
+        there = [str(gpu) for gpu in range(most)]
+    return divide(config, what, there)
+
+
+def keep_to(config: RunConfig, node_rank: int) -> None:
+    """Runs between fork and exec of the ranks' launcher: leaves the services' CPUs on the first node to them."""
+    child_setup()
+    if node_rank == 0 and any(service.cpus and not service.nodes for service in config.services.values()):
+        os.sched_setaffinity(0, {int(cpu) for cpu in set_aside(config, "cpus", {})[RANKS]})
+
+
+def variables_of_ranks(
+    config: RunConfig, launch: Launch, token: str, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """Returns what the ranks of a node find of services in their environment."""
+    found = {f"{SERVICE_VARIABLE}{name.upper()}": address for name, address in launch.services.items()}
+    found[SERVICE_TOKEN_VARIABLE] = token
+    if launch.node_rank == 0 and any(
+        service.gpus and not service.nodes for service in config.services.values()
+    ):
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(set_aside(config, "gpus", environ)[RANKS])
+    return found

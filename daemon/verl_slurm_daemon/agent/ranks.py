@@ -8,8 +8,20 @@ dies with its agent, and its ranks die with it (`wire.lifeline`). Its exit code 
     python -P -m verl_slurm_daemon.agent.ranks NODES NODE_RANK RANKS_PER_NODE [-m] PROGRAM ARGS...
     python -P -m verl_slurm_daemon.agent.ranks --stand-by NODES NODE_RANK RANKS_PER_NODE IMPORTS
 
-The second form starts ranks that import what those before them did, and stand by (`verl_slurm.rendezvous.standby`).
+The second form starts ranks that import what those before them did, and stand by (`rendezvous.rank_start`).
 The arguments and the environment of the first form then come through standard input.
+
+    python -P -m verl_slurm_daemon.agent.ranks --service PROGRAM ARGS...
+
+The third form runs a service, which is a program like another, and leaves nothing of it behind. The service's host
+cannot do this alone, since it may be killed itself. The three ends that can come alone:
+
+* the service ends: this process ends what it left, and ends with its exit code;
+* the host ends, killed or not: the kernel signals this process, which ends everything;
+* this process is killed: the kernel kills the service, and its host, a subreaper, ends what it inherits.
+
+Slurm's warnings are blocked in the service and not only ignored. A web server installs a handler of its own for
+SIGTERM, and would leave at the start of the save that may still need it.
 """
 
 import os
@@ -19,12 +31,15 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from types import FrameType
 
 import psutil
 
 from verl_slurm.base.memory import oom_kills
-from verl_slurm.wire.environment import GENERATION_VARIABLE
-from verl_slurm.wire.orders import Orders
+from verl_slurm.base.processes import become_subreaper, die_with_parent
+from verl_slurm.wire.environment import GENERATION_VARIABLE, HOST_PID_VARIABLE
+from verl_slurm.wire.standing_by import Orders
+from verl_slurm_daemon.descendants import WARNINGS, kill_tree
 
 NOWHERE = "verl-slurm.invalid"
 """MASTER_ADDR, with port 0: some frameworks require these variables. The name never resolves (RFC 2606). So a
@@ -35,11 +50,15 @@ _ANSWERS_S = 10.0
 """For a rank that stood by to take its orders, without any work of its own: 0.1 s if it lives. It may still import."""
 _GRACE_S = 1.0
 """From the first rank's failure to SIGKILL for the others: time for their own error messages."""
+_HOST_GONE = signal.SIGRTMIN + 4
+"""What the kernel sends this process when a service's host ends. No program sends it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs this node's ranks; returns 0 if all ended with 0."""
+    """Runs this node's ranks; returns 0 if all ended with 0. Of a service: its exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
+    if words[0] == "--service":
+        return _run_service(words[1:])
     if words[0] == "--stand-by":
         nodes, node_rank, here = map(int, words[1:4])
         return _stand_by(nodes, node_rank, here, words[4])
@@ -51,10 +70,10 @@ def _stand_by(nodes: int, node_rank: int, here: int, imports: str) -> int:
 
     Args:
         nodes, node_rank: that the orders will most likely have.
-        imports: `standby` explains.
+        imports: the file of their imports (`rendezvous.rank_start`).
     """
     waiting: dict[int, subprocess.Popen[bytes]] = {}
-    command = [sys.executable, "-P", "-m", "verl_slurm.rendezvous.standby", imports]
+    command = [sys.executable, "-P", "-m", "verl_slurm.rendezvous", "--imports", imports]
     with suppress(
         OSError
     ):  # no memory, no processes: those that are missing are started when they are wanted
@@ -116,6 +135,35 @@ def _run(
         _kill(ranks)
         return 1
     return _watch(ranks, int(node_rank) * int(here))
+
+
+def _run_service(argv: list[str]) -> int:
+    """Runs the program; returns its exit code, 128 + N if signal N ended it, 127 if it cannot be started."""
+    become_subreaper()
+    signal.signal(_HOST_GONE, _host_gone)
+    die_with_parent(_HOST_GONE)
+    # A host that died before `die_with_parent` sent no signal: another parent than the host means that it is gone.
+    if os.getppid() == 1 or os.getppid() != int(os.environ.pop(HOST_PID_VARIABLE, "0")):
+        return 1
+    signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
+    try:
+        service = subprocess.Popen(argv, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
+    except OSError as error:
+        os.write(2, f"verl-slurm: {argv[0]}: {error.strerror}\n".encode())
+        return 127
+    while True:
+        # Any of them: a subreaper must wait for what it adopts.
+        pid, status = os.wait()
+        if pid == service.pid:
+            break
+    kill_tree()
+    code = os.waitstatus_to_exitcode(status)
+    return 128 - code if code < 0 else code
+
+
+def _host_gone(_number: int, _frame: FrameType | None) -> None:
+    kill_tree()
+    os._exit(1)
 
 
 def _order(ready: "subprocess.Popen[bytes]", program: list[str], environ: dict[str, str]) -> str:

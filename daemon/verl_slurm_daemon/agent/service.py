@@ -5,12 +5,17 @@ own port is chosen here and let go, and another user may take it.
 
 A host lives as long as its service is wanted in this attempt: it outlives restarts of the ranks. It decides about the
 service's restarts alone; what a service that cannot be started again means for the run is for the lead to decide. It
-ends by the lead's word or with the link to it. `service_guard` stands between the host and the service.
+ends by the lead's word or with the link to it. `ranks` stands between the host and the service, as between the agent
+and its ranks.
+
+Probes send no token. Of an answer the first bytes of the status line are read (RFC 9112, section 4), and redirects
+count as no answer.
 """
 
 import asyncio
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -32,24 +37,79 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.services_section import ServiceConfig
 from verl_slurm.program.programs import Moves
 from verl_slurm.slurm.rank_setup import python_of
-from verl_slurm.wire.environment import (
-    HOST_PID_VARIABLE,
-    HOST_VARIABLE,
-    INDEX_VARIABLE,
-    PORT_VARIABLE,
-    SERVICE_TOKEN_VARIABLE,
-)
+from verl_slurm.wire import environment
 from verl_slurm.wire.framing import relay_key, services_token
-from verl_slurm.wire.http import listener_of
 from verl_slurm.wire.lead_file import read_lead_address
 from verl_slurm.wire.messages import MAX_REASON, ServiceSaid, Shutdown, ToAgent
-from verl_slurm_daemon.agent.lead_probe import SERVICE_HOST, answers, connect_checked, taken
-from verl_slurm_daemon.agent.rank_environment import past_proxies, prepare_environment
-from verl_slurm_daemon.agent.service_shares import set_aside
+from verl_slurm.wire.tcp_table import Listener, listener_of
+from verl_slurm_daemon.agent.rank_environment import past_proxies, prepare_environment, set_aside
 from verl_slurm_daemon.descendants import WARNINGS, bury_orphans, child_setup, kill_tree, listen, tail
-from verl_slurm_daemon.link.addresses import reach_lead
-from verl_slurm_daemon.link.channel import LeadLink
+from verl_slurm_daemon.link.channel import LeadLink, reach_lead
 from verl_slurm_daemon.link.relay import Streams, open_far_end
+
+SERVICE_HOST = "127.0.0.1"
+"""Where services listen: ranks reach them through relays (`link.relay`)."""
+_LIMIT_S = 5.0
+_STATUS = re.compile(rb"HTTP/1\.[01] 2[0-9][0-9]\b")
+_LOOKS, _LOOK_AGAIN_S = 5, 0.02
+
+
+async def connect_checked(port: int) -> Streams:
+    """Connects to the service at `port` of this node.
+
+    A service may end, and another user listen in its place, at any moment. So the look comes before and after: a
+    connection that began between two looks at the same sockets has one of these at its other end.
+
+    Raises OSError: nothing listens, or it changes all the time. PermissionRefused: another user may listen there.
+    """
+    for _ in range(_LOOKS):
+        before = listener_of(port, loopback=True)
+        if before.uid is not None and before.stranger:
+            raise taken(port, before)
+        reader, writer = await asyncio.open_connection(SERVICE_HOST, port)
+        now = listener_of(port, loopback=True)
+        if before == now and not now.stranger:
+            return reader, writer
+        writer.transport.abort()
+        # It has just begun to listen; or the kernel, which lists in pieces, has left it out.
+        await asyncio.sleep(_LOOK_AGAIN_S)
+    if now.stranger:
+        raise taken(port, now)
+    raise ConnectionAbortedError(f"port {port}: the listening sockets change all the time")
+
+
+def taken(port: int, listener: Listener) -> PermissionRefused:
+    """Makes the error that names who listens in the service's place."""
+    return PermissionRefused(
+        "another program listens in the place of this service, and was sent nothing",
+        where=f"port {port} of this node",
+        found=listener.name,
+        expected="the service itself",
+        remedy="choose another `port` for the service, or 0; see docs/services.md",
+    )
+
+
+async def answers(probe: str, port: int, limit_s: float = _LIMIT_S) -> bool:
+    """Returns whether the service answers a probe, `tcp` or the path of a GET, within `limit_s`.
+
+    Raises PermissionRefused: another user may listen there.
+    """
+    try:
+        async with asyncio.timeout(limit_s):
+            reader, writer = await connect_checked(port)
+            try:
+                if probe == "tcp":
+                    return True
+                asked = f"GET {probe} HTTP/1.1\r\nHost: {SERVICE_HOST}:{port}\r\nConnection: close\r\n\r\n"
+                writer.write(asked.encode())
+                return _STATUS.match(await reader.readexactly(len(b"HTTP/1.1 200 "))) is not None
+            finally:
+                writer.close()
+                with suppress(OSError):
+                    await writer.wait_closed()
+    except (OSError, TimeoutError, asyncio.IncompleteReadError):
+        return False
+
 
 _BEFORE_READY_S, _AFTER_READY_S = 0.3, 10.0
 """Between two probes of a service that starts, and of one that runs."""
@@ -249,7 +309,7 @@ class ServiceHost:
         argv = service_argv(python, self._service, SERVICE_HOST, port)
         with open(open_log(self._log), "wb") as output:
             return await asyncio.create_subprocess_exec(
-                *(python, "-P", "-m", "verl_slurm_daemon.agent.service_guard", *argv),
+                *(python, "-P", "-m", "verl_slurm_daemon.agent.ranks", "--service", *argv),
                 env=self._environment(environ, port, token),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
@@ -272,11 +332,19 @@ class ServiceHost:
         if program.endswith(".py"):
             inherited = made.get("PYTHONPATH", "")
             made["PYTHONPATH"] = ":".join(part for part in (inherited, str(Path(program).parent)) if part)
-        made |= {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", HOST_PID_VARIABLE: str(os.getpid())}
+        made |= {
+            "PYTHONSAFEPATH": "1",
+            "PYTHONUNBUFFERED": "1",
+            environment.HOST_PID_VARIABLE: str(os.getpid()),
+        }
         gpus = set_aside(self._config, "gpus", os.environ)[self._name]
         made["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        place = {HOST_VARIABLE: SERVICE_HOST, PORT_VARIABLE: str(port), INDEX_VARIABLE: str(self._index)}
-        return made | place | {SERVICE_TOKEN_VARIABLE: token}
+        place = {
+            environment.HOST_VARIABLE: SERVICE_HOST,
+            environment.PORT_VARIABLE: str(port),
+            environment.INDEX_VARIABLE: str(self._index),
+        }
+        return made | place | {environment.SERVICE_TOKEN_VARIABLE: token}
 
     def _cpus(self) -> set[int]:
         return {int(cpu) for cpu in set_aside(self._config, "cpus", os.environ)[self._name]}

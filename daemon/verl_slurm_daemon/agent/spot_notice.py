@@ -89,15 +89,9 @@ def find_cloud(dmi: Path = _DMI) -> str:
 
 
 def look(cloud: str, base: str | None = None) -> SpotNotice | None:
-    """Asks once. Blocks for some seconds if the service does not answer.
+    """Asks once the service of a cloud that `find_cloud` returns. Blocks for some seconds if it does not answer.
 
-    Args:
-        cloud: one that `find_cloud` returns.
-        base: the service's address; None: the cloud's own, or what the variable of its SDK names.
-
-    Raises:
-        OSError: no answer, or an answer of an error.
-        ValueError: an answer that is not as documented.
+    Raises OSError: no answer, or one of an error. ValueError: an answer that is not as documented.
     """
     return _LOOK[cloud](base)
 

@@ -57,7 +57,7 @@ class Outlook(msgspec.Struct, frozen=True):
 
 
 class Allocation(Protocol):
-    """An environment of a lead; see the module."""
+    """An environment of a lead; see the module. What a method does by itself is for one without a scheduler."""
 
     cluster: Literal["slurm", "local"]
     job_id: str
@@ -91,6 +91,7 @@ class Allocation(Protocol):
 
     async def learn(self, history: History) -> StartOverruled | None:
         """Learns from the run's former requeues; returns what the last one came to, if not what was asked for."""
+        return None
 
     async def hasten(self, clean: bool) -> datetime | None:
         """Last call before a requeued job ends: makes the next attempt start no later than was asked for. Returns the
@@ -99,11 +100,13 @@ class Allocation(Protocol):
         Args:
             clean: as far as the lead knows, none of our processes is left on any node.
         """
+        return None
 
     async def withdraw(self) -> str:
         """Withdraws a finished run, so that the scheduler neither starts nor holds it again. Returns what
         came of that; empty: there was nothing to do.
         """
+        return ""
 
     async def cancelled_before(self) -> str:
         """Returns why this job must not continue the run: the user ended the job that it follows. Empty: it may.
@@ -111,17 +114,19 @@ class Allocation(Protocol):
         Raises:
             SlurmMissing: Slurm does not say.
         """
+        return ""
 
     async def avoid(self, nodes: Sequence[str], before: Collection[str]) -> Avoided:
-        """Keeps the next attempt of this run away from these nodes. Where too few other nodes would be left, the last
-        ones may be used again.
+        """Keeps the next attempt of this run away from these nodes, the first ones first if others are few.
 
         Args:
             before: our earlier exclusions, which this replaces. What else the job excludes stays.
         """
+        return Avoided("")
 
     def lacks(self) -> str:
         """Returns what a person has to add to this job before the run's ranks can start in it; empty: nothing."""
+        return ""
 
     async def still_alive(self, owner: Epoch) -> str:
         """Returns why `owner`, another attempt, may still be at work; empty: it is not.
@@ -137,13 +142,13 @@ class Allocation(Protocol):
             avoid: nodes that are lost or bad, which ranks get only where no others are left.
             with_spares: a step that stands by: it chooses the spare nodes as well.
 
-        Raises:
-            TooFewNodes: Slurm took so many nodes from the job that the ranks have no place left.
-            OSError: Slurm does not say which nodes the job has.
+        Raises TooFewNodes: the ranks have no place left. OSError: Slurm does not say which nodes the job has.
         """
+        return StepPlacement()
 
     async def idle_nodes(self) -> int:
         """Returns how many more nodes like those of this job are idle; 0 also if the scheduler does not say."""
+        return 0
 
     async def start_step(
         self, argv: list[str], service: str = "", names: Sequence[str] = ()
@@ -154,9 +159,9 @@ class Allocation(Protocol):
             service: on the nodes of this service instead.
             names: of the nodes (`places`); empty: those that the configuration counts.
 
-        Raises:
-            OSError: nothing was started.
+        Raises OSError: nothing was started.
         """
 
     def keep_step(self, step: list[asyncio.subprocess.Process]) -> None:
         """Called once the step has started: makes its agents outlive this node's processes, however those die."""
+        del step  # without a scheduler there is no requeue to ask for

@@ -11,34 +11,18 @@ from verl_slurm.base.search_path import clean_environment
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.services_section import nodes_of_services
 from verl_slurm.containers.runtimes import agents_inside, contained_argv, ranks_inside
-from verl_slurm.wire.environment import (
-    CONTROL_VARIABLE,
-    EPOCH_VARIABLE,
-    GENERATION_VARIABLE,
-    RESUME_VARIABLE,
-    RUN_VARIABLE,
-)
-from verl_slurm.wire.flight import flight_environment
+from verl_slurm.wire import environment
+from verl_slurm.wire.hang_records import flight_environment
 from verl_slurm.wire.messages import Launch
 from verl_slurm_daemon.allocation.contract import StepPlacement, TooFewNodes
 
 
-def agent_argv(python: str, paths: RunPaths, epoch: int, generation: int = 0) -> list[str]:
-    """Returns the command line of one agent.
-
-    Args:
-        generation: of the restart that it stands by for; 0: it is wanted now.
-    """
+def daemon_argv(python: str, command: str, paths: RunPaths, epoch: int, *more: str) -> list[str]:
+    """Returns the command line of a process of this attempt: an `agent`, a host of a `service`, or a `bring-home`."""
     # -P: Python does not search the directory in which the user submitted. A module planted there would be imported in
     # place of ours.
-    argv = [python, "-P", "-m", "verl_slurm_daemon", "agent", "--run", str(paths.root), "--epoch", str(epoch)]
-    return [*argv, "--stand-by", str(generation)] if generation else argv
-
-
-def service_host_argv(python: str, paths: RunPaths, epoch: int, name: str) -> list[str]:
-    """Returns the command line of a host of the service `name`."""
-    life = ["--run", str(paths.root), "--epoch", str(epoch), "--name", name]
-    return [python, "-P", "-m", "verl_slurm_daemon", "service", *life]
+    life = ["--run", str(paths.root), "--epoch", str(epoch)]
+    return [python, "-P", "-m", "verl_slurm_daemon", command, *life, *more]
 
 
 class StepNodes(NamedTuple):
@@ -75,15 +59,8 @@ def nodes_of_step(config: RunConfig, sizes: Sequence[int], service: str = "") ->
 def choose_places(
     names: Sequence[str], avoid: Collection[str], allowed: Sequence[int], *, with_spares: bool
 ) -> StepPlacement:
-    """Returns which of a job's nodes the ranks get: as many as possible.
-
-    Args:
-        names: the job's nodes, in Slurm's order.
-        allowed: numbers of nodes to train on, largest first.
-        avoid, with_spares: as in `Allocation.places`.
-
-    Raises:
-        TooFewNodes: as there.
+    """Returns which of a job's nodes, `names` in Slurm's order, the ranks get: the largest number in `allowed` that
+    they can have. `avoid`, `with_spares` and the error are those of `Allocation.places`.
     """
     if len(names) < allowed[-1]:
         raise TooFewNodes(
@@ -237,15 +214,19 @@ def launcher_env(
     flights = paths.flight(launch.epoch, launch.generation)
     own |= flight_environment(flights, control, config.health.flight_records)
     own |= tracker_environment(paths, config.name)
-    fixed = {CONTROL_VARIABLE: str(control), "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    fixed = {
+        environment.CONTROL_VARIABLE: str(control),
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
     fixed["PYTHONSAFEPATH"] = "1"  # nothing is imported from the directory in which the user submitted
     # Our own trainer gets these in its command line; a guest's is the user's.
     if config.trainer.is_guest:
         fixed |= {
-            RUN_VARIABLE: str(paths.root),
-            EPOCH_VARIABLE: str(launch.epoch),
-            GENERATION_VARIABLE: str(launch.generation),
-            RESUME_VARIABLE: launch.resume,
+            environment.RUN_VARIABLE: str(paths.root),
+            environment.EPOCH_VARIABLE: str(launch.epoch),
+            environment.GENERATION_VARIABLE: str(launch.generation),
+            environment.RESUME_VARIABLE: launch.resume,
         }
     program = config.trainer.command[:1]
     # The user named the file, so its neighbours may be imported as well.

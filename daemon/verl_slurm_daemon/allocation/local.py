@@ -4,8 +4,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Collection, Sequence
-from datetime import datetime
+from collections.abc import Sequence
 from typing import Literal
 
 from verl_slurm.base.exit_codes import ExitCode
@@ -15,15 +14,14 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import KnownProcess
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.services_section import nodes_of_services
-from verl_slurm.journal.events import RequeueAsked, Started, StartOverruled
+from verl_slurm.journal.events import RequeueAsked, Started
 from verl_slurm.journal.files import read_events
-from verl_slurm.journal.history import History
 from verl_slurm.wire.environment import LOCAL_RESTART_VARIABLE
-from verl_slurm_daemon.allocation.contract import Avoided, Outlook, StepPlacement
+from verl_slurm_daemon.allocation.contract import Allocation, Outlook
 from verl_slurm_daemon.decide.inputs import CauseKnown, RequeueAnswered
 
 
-class LocalAllocation:
+class LocalAllocation(Allocation):
     """This machine without Slurm: the "nodes" are agents on it, and a requeue is a new attempt in this very process.
 
     Signals stand for Slurm's events, so that the same path can be tried on a laptop. SIGUSR2 is a preemption with
@@ -71,27 +69,8 @@ class LocalAllocation:
         await asyncio.sleep(delay_s or 0)  # the delay itself: only this process starts the next one
         return RequeueAnswered(ExitCode.REQUEUED, "no Slurm: the next attempt starts in place of this one")
 
-    async def learn(self, history: History) -> StartOverruled | None:
-        return None
-
-    async def hasten(self, clean: bool) -> datetime | None:
-        """Does nothing: the next attempt starts at once."""
-        return None
-
     def now(self) -> float:
         return time.time()
-
-    async def withdraw(self) -> str:
-        return ""
-
-    async def cancelled_before(self) -> str:
-        return ""
-
-    async def avoid(self, nodes: Sequence[str], before: Collection[str]) -> Avoided:
-        return Avoided("")  # there are no others
-
-    def lacks(self) -> str:
-        return ""
 
     async def still_alive(self, owner: Epoch) -> str:
         # Nothing is known of another host's processes; and the next attempt is this very process.
@@ -101,12 +80,6 @@ class LocalAllocation:
         lives = KnownProcess(owner.pid, owner.born).is_running()
         return f"process {owner.pid} of job {owner.job_id} lives" if lives else ""
 
-    async def places(self, avoid: Collection[str], *, with_spares: bool = False) -> StepPlacement:
-        return StepPlacement()
-
-    async def idle_nodes(self) -> int:
-        return 0
-
     async def start_step(
         self, argv: list[str], service: str = "", names: Sequence[str] = ()
     ) -> list[asyncio.subprocess.Process]:
@@ -114,9 +87,6 @@ class LocalAllocation:
         if service:
             nodes = nodes_of_services(len(nodes), self._config.services)[service]
         return [await self._start(argv, number, f"local{node}") for number, node in enumerate(nodes)]
-
-    def keep_step(self, step: list[asyncio.subprocess.Process]) -> None:
-        """Does nothing: there is no requeue to ask for."""
 
     async def _start(self, argv: list[str], node: int, name: str) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(

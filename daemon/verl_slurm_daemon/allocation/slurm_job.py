@@ -32,10 +32,10 @@ from verl_slurm.journal.history import History, cancelled_task
 from verl_slurm.runs.liveness import may_be_of
 from verl_slurm.slurm.cause import WARNING_SLACK_S, Trigger, decide_cause
 from verl_slurm.slurm.facts import JobFacts
+from verl_slurm.slurm.requeue_rules import sparable
 from verl_slurm.slurm.slurm_client import SlurmClient
 from verl_slurm.slurm.slurm_environment import SlurmJob
-from verl_slurm.slurm.sparing import sparable
-from verl_slurm_daemon.allocation.contract import Avoided, Outlook, StepPlacement
+from verl_slurm_daemon.allocation.contract import Allocation, Avoided, Outlook, StepPlacement
 from verl_slurm_daemon.allocation.launcher import choose_places, nodes_of_step, step_argv
 from verl_slurm_daemon.allocation.successor import queue_successor
 from verl_slurm_daemon.decide.inputs import CauseKnown, RequeueAnswered
@@ -119,7 +119,7 @@ def _limit_s(facts: JobFacts) -> float | None:
     return (facts.end_time - facts.start_time).total_seconds()
 
 
-class SlurmAllocation:
+class SlurmAllocation(Allocation):
     """The job whose batch process, or one of whose agents, this process is.
 
     Args:

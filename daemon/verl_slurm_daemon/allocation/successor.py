@@ -51,16 +51,11 @@ async def queue_successor(
     hold: bool = False,
     sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
 ) -> str:
-    """Queues the successor, or finds the one that is queued already; returns its job id.
+    """Queues the successor, on `hold` until a person releases it, or finds the one that is queued already; returns its
+    job id. `sleep` is replaced in tests.
 
-    Args:
-        hold: it must not start before a person releases it.
-        sleep: replaced in tests.
-
-    Raises:
-        SlurmRefused: sbatch refused.
-        SlurmMissing: no answer. The job may be queued all the same; the next call finds it by its script.
-        OSError: the claim or the script cannot be written.
+    Raises SlurmRefused: sbatch refused. SlurmMissing: no answer; the job may be queued all the same, and the next
+    call finds it by its script. OSError: the claim or the script cannot be written.
     """
     there = read_history(paths).successor_of(job_id)
     if there:

@@ -12,14 +12,10 @@ from verl_slurm.journal.history import History
 def nothing_left(
     config: RunConfig, manifest: Manifest | None, history: History, job_id: str, array: str | None
 ) -> str:
-    """Returns why nothing is left to do after this checkpoint; empty: something is.
+    """Returns why nothing is left to do after this checkpoint, which is verified; empty: something is.
 
-    A guest's loop counts as done if this very job, or an earlier task of its array, ended well with this checkpoint,
+    A guest's loop counts as done if this very job, or an earlier task of its `array`, ended well with this checkpoint,
     and no new submission came since.
-
-    Args:
-        manifest: of the checkpoint to resume from, verified; None: there is none.
-        array: the array that `job_id` is a task of.
     """
     if manifest is None:
         return ""

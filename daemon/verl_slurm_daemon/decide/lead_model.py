@@ -1,4 +1,27 @@
-"""The lead's knowledge while it decides: data for `policy.decide`, without effects."""
+"""The lead's knowledge while it decides: data for `policy.decide`, without effects.
+
+The policy decides when a transition between two states is made:
+
+```
+STARTING ──▶ LAUNCHING ──▶ RUNNING ──▶ SAVING ──▶ CHECKING ──▶ LEAVING ──▶ ENDED
+   │            │  ▲          │           │           │           ▲
+   │            │  └─ PAUSED ◀┤ (crash)   └───────────┴───────────┤   (no time, or the save failed)
+   │            └─────────────┴───────────────────────────────────┘   (nothing to save, or the end)
+   └──────────────────────────────────────────────────────────────▶ ENDED  (refused at the start)
+```
+
+From every state before LEAVING, ENDED is reached at once if nothing is left to take down: all ranks finished,
+the trainer refused, or there was no progress.
+
+* STARTING: fenced in, choosing the checkpoint to resume from.
+* LAUNCHING: the step with the agents is started; no rank has passed a safe point yet.
+* RUNNING: every rank trains. An operator's save happens here, without leaving the state.
+* SAVING: the ranks were asked to save and to stop.
+* CHECKING: the last save (of an emergency, or of the end) is committed and is being read back.
+* PAUSED: after a crash, before the next restart.
+* LEAVING: the step is being taken down; then requeue, or not, and out.
+* ENDED: an exit code is decided.
+"""
 
 from enum import StrEnum
 from typing import Literal, Self
@@ -10,8 +33,56 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal.causes import meaning_of
 from verl_slurm.wire.messages import PartSaved, RankRefused, SavedOnNodes, SaveStarted
 from verl_slurm_daemon.decide import actions as act, inputs
-from verl_slurm_daemon.decide.delays import IN_PLACE_S
-from verl_slurm_daemon.decide.lead_states import State
+
+IN_PLACE_S = (1.0, 2.0, 4.0, 8.0, 15.0)
+"""Seconds between tries in place of a start that came to nothing: half a minute in all. A busy file server may need
+that, and a place in a full cluster is worth it.
+"""
+SLURM_AWAY_S = 60.0
+"""Between tries after that while Slurm does not answer: it takes no requeue either."""
+
+MOST_FAILED_STARTS = 24
+"""Starts in a row that come to nothing before any training, after which a person has to look."""
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 30, 3600
+
+
+def delay_after(failed: int) -> int | None:
+    """Returns the seconds that the next start waits: 30, 60, ... up to an hour. The last of `MOST_FAILED_STARTS` begins
+    18 hours after the first.
+
+    Args:
+        failed: how many in a row failed before the present one. 0: the next one waits as the user configured it (None).
+    """
+    return min(_FIRST_DELAY_S << (failed - 1), _LONGEST_DELAY_S) if failed else None
+
+
+class State(StrEnum):
+    """The state of a lead; see the module."""
+
+    STARTING = "starting"
+    LAUNCHING = "launching"
+    RUNNING = "running"
+    SAVING = "saving"
+    CHECKING = "checking"
+    PAUSED = "paused"
+    LEAVING = "leaving"
+    ENDED = "ended"
+
+
+NEXT: dict[State, frozenset[State]] = {
+    State.STARTING: frozenset({State.LAUNCHING, State.LEAVING, State.ENDED}),
+    State.LAUNCHING: frozenset({State.RUNNING, State.CHECKING, State.PAUSED, State.LEAVING, State.ENDED}),
+    State.RUNNING: frozenset({State.SAVING, State.CHECKING, State.PAUSED, State.LEAVING, State.ENDED}),
+    State.SAVING: frozenset({State.CHECKING, State.LEAVING, State.ENDED}),
+    State.CHECKING: frozenset({State.PAUSED, State.LEAVING, State.ENDED}),
+    State.PAUSED: frozenset({State.LAUNCHING, State.LEAVING, State.ENDED}),
+    State.LEAVING: frozenset({State.ENDED}),
+    State.ENDED: frozenset(),
+}
+"""Allowed successors of each state; a state may also follow itself. `policy.decide` is checked against this table
+after every event.
+"""
+
 
 _ENOUGH_TO_BLAME = 2
 

@@ -19,25 +19,21 @@ import msgspec
 from verl_slurm.base.errors import NOT_SET_UP, names_missing_file, names_storage_error
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.journal import events as ev
-from verl_slurm.wire.messages import (
-    Finished,
-    FromRank,
-    PartSaved,
-    Progress,
-    RankNotice,
-    RankRefused,
-    RankSaved,
-    RankSaveFailed,
-    RankStarted,
-    RankUnfit,
-    SavedOnNodes,
-    SaveStarted,
-    Stopped,
-)
+from verl_slurm.wire import messages as msg
 from verl_slurm_daemon.decide import actions as act, inputs
-from verl_slurm_daemon.decide.delays import IN_PLACE_S, MOST_FAILED_STARTS, SLURM_AWAY_S, delay_after
-from verl_slurm_daemon.decide.lead_model import Decision, FailureKind, Intent, Model, suspects
-from verl_slurm_daemon.decide.lead_states import NEXT, State
+from verl_slurm_daemon.decide.lead_model import (
+    IN_PLACE_S,
+    MOST_FAILED_STARTS,
+    NEXT,
+    SLURM_AWAY_S,
+    Decision,
+    FailureKind,
+    Intent,
+    Model,
+    State,
+    delay_after,
+    suspects,
+)
 
 _EXIT_OF = {Intent.CANCELLED: ExitCode.CANCELLED, Intent.ALREADY_REQUEUED: ExitCode.REQUEUED}
 _MOST_DOUBLINGS = 6
@@ -99,16 +95,8 @@ def _decide(model: Model, event: inputs.Input) -> Decision:
             return _on_failure(model, told, kind, node)
         case inputs.StrangerFound(node, detail):
             return _on_explained(model, detail, "stranger", node)
-        case inputs.Hung(generation, node, detail):
-            # This save has no `SaveDeadline`: a rank that hangs in it would hold the job to its time limit.
-            if generation == model.generation and model.saves_unbounded:
-                return _give_up(model, detail)
-            if generation != model.generation or model.state not in _TRAINING:
-                return Decision(model)  # any other save before the end has its own deadline
-            if model.all_finished:  # their work is done and counts; their processes do not end
-                warning = act.Note(ev.Warned("hang", detail))
-                return Decision(model, (warning, act.TakeDown(True)))
-            return _on_failure(model, detail, "hang", node)
+        case inputs.Hung():
+            return _on_hung(model, event)
         case inputs.RunLost(owner):
             return _on_run_lost(model, owner)
         case inputs.StartTimedOut(generation, all_ranks):
@@ -220,7 +208,7 @@ def _on_run_lost(model: Model, owner: str) -> Decision:
     if lost or model.state in (State.STARTING, State.PAUSED, State.LEAVING):
         return _exit(model, ExitCode.FENCED, reason)
     # Without a save and a requeue: this attempt can commit nothing, and the job that owns the run looks after itself.
-    refusal = RankRefused(rank=-1, exit_code=int(ExitCode.FENCED), reason=reason)
+    refusal = msg.RankRefused(rank=-1, exit_code=int(ExitCode.FENCED), reason=reason)
     after = msgspec.structs.replace(model, failure=reason, refusal=refusal)
     return Decision(after, (act.Note(ev.Refused(reason)), act.TakeDown()))
 
@@ -324,23 +312,23 @@ def _operator_save(model: Model, note: act.Note) -> Decision:
     return Decision(after, (note, act.SaveRequest(request_id=request_id, stop=False)))
 
 
-def _on_rank(model: Model, message: FromRank) -> Decision:
+def _on_rank(model: Model, message: msg.FromRank) -> Decision:
     match message:
         # Models may load for minutes after this, before the first safe point makes the state RUNNING.
-        case RankStarted():
+        case msg.RankStarted():
             return Decision(msgspec.structs.replace(model, started=model.started | model.bit(message.rank)))
-        case Stopped() | RankUnfit():  # the second comes as `LeaveNode`, with its node
+        case msg.Stopped() | msg.RankUnfit():  # the second comes as `LeaveNode`, with its node
             return Decision(model)
-        case SaveStarted() | PartSaved():
+        case msg.SaveStarted() | msg.PartSaved():
             return Decision(model.further(message))
-        case Progress():
+        case msg.Progress():
             return _on_progress(model, message)
         # Kept until shared storage answers: if the deadline or a crash comes first, this copy is what is left.
-        case SavedOnNodes():
+        case msg.SavedOnNodes():
             if model.state is not State.SAVING or message.request_id != model.request_id:
                 return Decision(model)
             return Decision(msgspec.structs.replace(model, on_nodes=message), (kept_note(message),))
-        case RankSaved():
+        case msg.RankSaved():
             # A rank's number is not trusted: a later request would find its answer here already.
             if message.request_id > model.request_id:  # no such request was made
                 return Decision(model, (act.Note(ev.Ignored(f"an answer to {message.request_id}")),))
@@ -363,25 +351,25 @@ def _on_rank(model: Model, message: FromRank) -> Decision:
             if model.state is State.SAVING and message.request_id == model.request_id:
                 return Decision(msgspec.structs.replace(model, state=State.CHECKING), actions)
             return Decision(model, actions)
-        case RankSaveFailed():
+        case msg.RankSaveFailed():
             note = act.Note(ev.SaveFailed(message.reason, message.rank))
             if model.state is State.SAVING and message.request_id == model.request_id:
                 return _leave(model, note)
             if model.wish is not None and message.request_id >= model.wish_save:
                 return _wish_fails(model, message.reason, note)
             return Decision(model, (note,))
-        case RankNotice():
+        case msg.RankNotice():
             form = ev.Warned if message.loud else ev.Notice
             return Decision(model, (act.Note(form(message.topic, message.text)),))
-        case RankRefused():
+        case msg.RankRefused():
             return _on_refused(model, message)
-        case Finished():
+        case msg.Finished():
             return Decision(msgspec.structs.replace(model, finished=model.finished | model.bit(message.rank)))
         case _:
             assert_never(message)
 
 
-def _on_refused(model: Model, message: RankRefused) -> Decision:
+def _on_refused(model: Model, message: msg.RankRefused) -> Decision:
     """Ends the run if another start would not change the refusal."""
     note = act.Note(ev.Refused(message.reason, message.rank))
     if model.state not in _TRAINING:
@@ -403,7 +391,7 @@ def _on_refused(model: Model, message: RankRefused) -> Decision:
     return Decision(model, (note, act.TakeDown()))
 
 
-def _on_progress(model: Model, message: Progress) -> Decision:
+def _on_progress(model: Model, message: msg.Progress) -> Decision:
     where = (message.step, message.phase, message.index)
     notes = []
     model = msgspec.structs.replace(model, step=message.step)
@@ -431,6 +419,18 @@ def _on_failure(model: Model, detail: str, kind: FailureKind = "crash", node: st
     if kind == "hang":
         return Decision(after, (act.Note(ev.Hang(detail, node)), act.TakeDown(stacks=True)))
     return Decision(after, (act.TakeDown(),))
+
+
+def _on_hung(model: Model, event: inputs.Hung) -> Decision:
+    # This save has no `SaveDeadline`: a rank that hangs in it would hold the job to its time limit.
+    if event.generation == model.generation and model.saves_unbounded:
+        return _give_up(model, event.detail)
+    if event.generation != model.generation or model.state not in _TRAINING:
+        return Decision(model)  # any other save before the end has its own deadline
+    if model.all_finished:  # their work is done and counts; their processes do not end
+        warning = act.Note(ev.Warned("hang", event.detail))
+        return Decision(model, (warning, act.TakeDown(True)))
+    return _on_failure(model, event.detail, "hang", event.node)
 
 
 def _on_explained(model: Model, detail: str, kind: FailureKind, node: str) -> Decision:
@@ -592,7 +592,7 @@ def _exit(model: Model, code: ExitCode, reason: str) -> Decision:
 _MOST_NAMED = 8
 
 
-def saved_notes(message: RankSaved) -> tuple[act.Note, ...]:
+def saved_notes(message: msg.RankSaved) -> tuple[act.Note, ...]:
     """Returns the notes about a completed save, naming a medium that lacks it."""
     saved = ev.Saved(
         message.name,
@@ -606,7 +606,7 @@ def saved_notes(message: RankSaved) -> tuple[act.Note, ...]:
     return (act.Note(saved), *(missing if message.problem else ()))
 
 
-def kept_note(message: SavedOnNodes) -> act.Note:
+def kept_note(message: msg.SavedOnNodes) -> act.Note:
     """Returns a note to be written at once: if the daemon is killed next, a person can still read where the work is."""
     reason = f"{message.name} is on the nodes' disks, read back; shared storage is still being written"
     return act.Note(ev.SecondCopy(reason, message.name))
@@ -626,7 +626,7 @@ def late_ranks(model: Model) -> str:
     return f": rank {named}{more} has {what}"
 
 
-def given_up(kept: SavedOnNodes | None, state: State, reason: str) -> tuple[act.Note, ...]:
+def given_up(kept: msg.SavedOnNodes | None, state: State, reason: str) -> tuple[act.Note, ...]:
     """Returns the notes for a save before the end that is no longer waited for.
 
     Args:
@@ -639,7 +639,7 @@ def given_up(kept: SavedOnNodes | None, state: State, reason: str) -> tuple[act.
     if state is State.CHECKING:
         return (act.Note(ev.OneCopy(kept.name, f"read back on the nodes' disks; {reason}")),)
     return saved_notes(
-        RankSaved(
+        msg.RankSaved(
             rank=kept.rank,
             request_id=kept.request_id,
             name=kept.name,

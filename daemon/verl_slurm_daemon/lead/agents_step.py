@@ -8,9 +8,11 @@ import signal
 import stat
 from collections.abc import Collection, Sequence
 
-from verl_slurm.wire.messages import AgentReady, Shutdown
+from verl_slurm.journal.events import Stacks
+from verl_slurm.wire.messages import AgentReady, DumpStacks, Shutdown, StacksWritten
 from verl_slurm_daemon.allocation.contract import StepPlacement
 from verl_slurm_daemon.decide import inputs
+from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.link.channel import AgentLink
 from verl_slurm_daemon.link.rank_store import RankStore
 
@@ -19,6 +21,8 @@ GOODBYE_S = 5.0
 
 _SRUN_ENDS_S = 0.5
 """From the end of the last agent to that of srun: some milliseconds, if no node is lost."""
+_STACKS_S = 5.0
+"""Limit for all agents to report that stacks are written; each takes a second."""
 _STEP_ENDS_S = 2.0
 """From the end of the first agent to that of srun, if srun is what ends."""
 # But for what srun says of its shepherd, which `keep_step` has ended.
@@ -42,6 +46,7 @@ class Step:
         train_nodes: those of the ranks, in their order, once it is settled.
         listeners: tasks that read the links.
         store: the keys by which the ranks find each other.
+        stacks: what agents say of stacks that were written.
         all_ready: every agent is.
         training: a rank has passed a safe point.
         leaving: it is being ended; set before it is started: it is not to be.
@@ -60,6 +65,7 @@ class Step:
         self.ready: dict[str, AgentReady] = {}
         self.listeners: set[asyncio.Task[None]] = set()
         self.store = RankStore()
+        self.stacks = asyncio.Queue[StacksWritten]()
         self.all_ready, self.training, self.leaving = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     def join(self, link: AgentLink, message: AgentReady) -> None:
@@ -141,6 +147,19 @@ class Step:
         self.leaving.set()
         for link in self.links.values():
             link.send(Shutdown())
+
+    async def write_stacks(self, journal: Journal) -> None:
+        """Makes all ranks write down where they are, because of a hang, and waits, bounded: a dead node does not
+        answer.
+        """
+        links = list(self.links.values())
+        for link in links:
+            link.send(DumpStacks())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STACKS_S):
+                for _ in links:  # more may join in between
+                    one = await self.stacks.get()
+                    journal.write(Stacks(one.node, one.log))
 
     async def end(self) -> bool:
         """Ends it; returns whether it ended by itself."""

@@ -11,10 +11,8 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -23,22 +21,28 @@ from verl_slurm.base.bounded import TooMuch
 from verl_slurm.base.errors import ConfigError, PermissionRefused, SlurmMissing, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import private_dir, share_output
+from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.run_id import run_id
 from verl_slurm.checkpoint.store.lost import require_run_id
 from verl_slurm.config.load import load_own
 from verl_slurm.config.roles import data_root
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.journal import events as ev
 from verl_slurm.journal.events import Warned
 from verl_slurm.journal.files import read_history
 from verl_slurm.journal.history import History
+from verl_slurm.program.code_record import CodeRecord, package_drift, read_record
+from verl_slurm.program.copying import check_copy
+from verl_slurm.program.installed import Installed, look
+from verl_slurm.slurm.rank_setup import python_of
 from verl_slurm.slurm.slurm_environment import SlurmJob
 from verl_slurm_daemon.allocation.contract import Allocation
 from verl_slurm_daemon.allocation.hostfile import Host, check_hosts, read_hostfile
 from verl_slurm_daemon.allocation.local import HostfileAllocation, LocalAllocation
 from verl_slurm_daemon.allocation.slurm_job import SlurmAllocation
-from verl_slurm_daemon.decide.delays import IN_PLACE_S, SLURM_AWAY_S
 from verl_slurm_daemon.decide.inputs import StartHindered
+from verl_slurm_daemon.decide.lead_model import IN_PLACE_S, SLURM_AWAY_S
 from verl_slurm_daemon.journal import Journal
 
 T = TypeVar("T")
@@ -71,11 +75,12 @@ class Ground(NamedTuple):
     paths: RunPaths
     config: RunConfig
     allocation: Allocation
-    failed: OSError | PermissionRefused | None = None
+    failed: OSError | VerlSlurmError | None = None
 
 
-def prepare(root: Path, hostfile: Path | None) -> Ground:
-    """Reads the configuration and makes the run's directories.
+async def prepare(root: Path, hostfile: Path | None) -> Ground:
+    """Reads the configuration and makes the run's directories. Tries until storage answers, the pauses are over, or a
+    signal comes: Slurm's warning or a cancel, about which the lead decides.
 
     Raises:
         VerlSlurmError: the configuration or the hostfile is wrong. Slurm is told not to start this job again.
@@ -102,59 +107,29 @@ def prepare(root: Path, hostfile: Path | None) -> Ground:
             host = hosts[0].name
         return paths, config, host
 
-    paths, config, host = RunPaths(Path(os.path.abspath(root))), RunConfig(), ""
-    failed: OSError | PermissionRefused | None = None
-    # ---- try until storage answers, the pauses are over, or a signal comes
-    for pause in (*IN_PLACE_S, None):
+    async def look() -> tuple[RunPaths, RunConfig, str] | PermissionRefused:
         try:
-            (paths, config, host), failed = _in_thread(attempt), None
-            break
-        # Storage may answer in a moment. A `VerlSlurmError` passes: the file was read, and is wrong.
-        except OSError as error:
-            failed = error
+            return await spoken(asyncio.to_thread(attempt), "the look at the run directory")
         except PermissionRefused as error:
-            if not restarted:
+            if restarted:
                 raise
-            failed = error
-        if pause is None:
-            break
-        say_again(failed, pause)
-        # Slurm's warning or a cancel: the lead decides about it, and half a minute of its grace time may not pass here.
-        if _interrupted(pause):
-            break
+            return error  # no later try changes it
+
+    paths, config, host = RunPaths(Path(os.path.abspath(root))), RunConfig(), ""
+    failed: OSError | VerlSlurmError | None = None
+    try:
+        # Signals are blocked until the lead listens, and stay pending for it.
+        found = await patiently(look, lambda: bool(signal.sigpending() & set(SIGNALS)), say_again)
+    except ENVIRONMENT as error:
+        found, failed = (paths, config, host), error
+    if isinstance(found, PermissionRefused):
+        raise found
+    paths, config, host = found
     if hostfile is not None:
         return Ground(paths, config, HostfileAllocation(config, paths, host), failed)
     if job is None:
         return Ground(paths, config, LocalAllocation(config, paths), failed)
     return Ground(paths, config, SlurmAllocation(job, config, paths), failed)
-
-
-def _in_thread(work: Callable[[], T]) -> T:
-    """Returns the result of `work`. A call that storage does not answer cannot be ended: it is left to its thread.
-
-    Raises:
-        TimeoutError: storage had not answered when Slurm wanted the nodes, or the user the end.
-    """
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - raised by `result`
-            future.set_exception(error)
-
-    # No executor: the interpreter would wait for its threads.
-    threading.Thread(target=run, daemon=True).start()
-    began, since, told_s = time.monotonic(), None, _FIRST_WORD_S
-    while not wait([future], timeout=_LOOK_S).done:
-        if time.monotonic() - began > told_s:
-            _say(f"the run directory does not answer for {told_s:.0f} s: the start waits")
-            told_s *= 2
-        if signal.sigpending() & set(SIGNALS):
-            since = since or time.monotonic()
-            if time.monotonic() - since > _LAST_WAIT_S:
-                raise TimeoutError(errno.ETIMEDOUT, _SILENT)
-    return future.result()
 
 
 async def answered(work: Callable[[], T]) -> T:
@@ -231,17 +206,20 @@ async def _or_interrupted(work: Coroutine[Any, Any, T], interrupted: Callable[[]
     return task.result()
 
 
-async def spoken(work: Awaitable[T], what: str, journal: Journal) -> T:
-    """Returns the result of `work`; says now and then that it still waits for it."""
+async def spoken(work: Awaitable[T], what: str, journal: Journal | None = None) -> T:
+    """Returns the result of `work`; says now and then that it still waits: in the journal, or in the log alone."""
 
     async def say() -> None:
         pause = _FIRST_WORD_S
         while True:
             await asyncio.sleep(pause)
-            # In a thread, and first: where the journal itself does not answer, a write would stop the lead's loop.
-            await asyncio.to_thread(os.stat, journal.paths.events)
             text = f"{what} is not done after {pause:.0f} s: storage is slow, or does not answer; the start waits"
-            journal.write(Warned("start", text))
+            if journal is None:
+                _say(text)
+            else:
+                # In a thread, and first: where the journal itself does not answer, a write would stop the lead's loop.
+                await asyncio.to_thread(os.stat, journal.paths.events)
+                journal.write(Warned("start", text))
             pause *= 2
 
     words = asyncio.create_task(say())
@@ -252,15 +230,12 @@ async def spoken(work: Awaitable[T], what: str, journal: Journal) -> T:
 
 
 def require_mounted(config: RunConfig, history: History) -> None:
-    """Checks that what a run has trained with is there at all, if ranks were started for it before.
+    """Checks that what a run has trained with is there at all, if ranks were started for it before. At the first
+    start a wrong path is more likely, and its reader refuses it.
 
     A mount point without its file system is an empty directory, or none: that is storage, and no changed data.
 
-    Args:
-        history: of the run. At the first start a wrong path is more likely, and its reader refuses it.
-
-    Raises:
-        FileNotFoundError: a place is missing, or empty.
+    Raises FileNotFoundError: a place is missing, or empty.
     """
     if not history.counts["restart"]:
         return
@@ -319,11 +294,40 @@ def failed_code(error: OSError | VerlSlurmError) -> ExitCode:
     return _CODES.get(error.errno or 0, ExitCode.NO_PROGRESS)
 
 
-def _interrupted(seconds: float) -> bool:
-    """Waits that long; returns whether a signal arrived. The signal stays pending for the lead."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        if signal.sigpending() & set(SIGNALS):
-            return True
-        time.sleep(_LOOK_S)  # a blocked signal wakes no process, and sigwait would consume it
-    return False
+def check_code(paths: RunPaths, config: RunConfig) -> list[ev.Event]:
+    """Reads the copy of the user's code back and asks the ranks' Python for its packages; returns what the journal is
+    told. A run that was not submitted (`sbatch` by hand) has no record.
+
+    Raises DataError: the copy is not what was submitted. ConfigError: packages have changed, and `code.on_drift` is
+    `refuse`. OSError: storage does not answer.
+    """
+    record = read_record(paths)
+    if record is None:
+        return []
+    told: list[ev.Event] = []
+    for tree in record.trees:
+        if further := check_copy(paths, tree.digest):
+            some = ", ".join(further[:3])
+            text = f"{counted(len(further), 'file')} beside the submitted ones that Python may import: {some}"
+            told.append(ev.Warned("code", f"{paths.code_tree(tree.digest)} has {text}"))
+    if not record.python:
+        return told  # the submission could not ask either: the ranks' Python is in an image
+    python = python_of(config.slurm) or sys.executable
+    # PYTHONPATH included: packages may lie there.
+    found = look(python)
+    if not found.python:
+        told.append(ev.Warned("code", f"{python} does not tell which packages it has"))
+    elif drift := package_drift(record, _record_of(found)):
+        if config.code.on_drift == "refuse":
+            raise ConfigError(
+                "the packages are not those that the run was submitted with",
+                where=python,
+                found="; ".join(drift),
+                remedy="install the former ones, or accept these with verl-slurm submit RUN --code new",
+            )
+        told.append(ev.Warned("packages", f"not those of the submission: {'; '.join(drift)}"))
+    return told
+
+
+def _record_of(found: Installed) -> CodeRecord:
+    return CodeRecord(python=found.python, packages=found.packages)

@@ -47,23 +47,12 @@ from verl_slurm_daemon.allocation.contract import Allocation
 from verl_slurm_daemon.allocation.local import LocalAllocation
 from verl_slurm_daemon.allocation.slurm_job import SlurmAllocation
 from verl_slurm_daemon.decide import inputs
-from verl_slurm_daemon.decide.lead_model import Limits, Model
-from verl_slurm_daemon.decide.lead_states import State
+from verl_slurm_daemon.decide.lead_model import Limits, Model, State
 from verl_slurm_daemon.decide.policy import decide
 from verl_slurm_daemon.descendants import bury_orphans, listen
 from verl_slurm_daemon.journal import Journal
-from verl_slurm_daemon.lead.attempt_start import (
-    ENVIRONMENT,
-    SIGNALS,
-    answered,
-    patiently,
-    prepare,
-    require_mounted,
-    say_again,
-    spoken,
-    start_failed,
-)
-from verl_slurm_daemon.lead.code_copy import check_code
+from verl_slurm_daemon.lead import attempt_start
+from verl_slurm_daemon.lead.attempt import Attempt
 from verl_slurm_daemon.lead.effects import Effects
 from verl_slurm_daemon.lead.hook_runs import Hooks
 
@@ -119,11 +108,11 @@ class Lead:
         # At once: when it reads a save back at the end of a job, the node may have no thread left to give.
         keep_threads(loop)
         bury_orphans(loop)
-        for number in SIGNALS:
+        for number in attempt_start.SIGNALS:
             name = signal.Signals(number).name
             listen(loop, number, partial(self._events.put_nowait, inputs.SignalArrived(name, "lead")))
         # Who started us blocked them, so that none was lost, or deadly, before there was somebody to hear it.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, attempt_start.SIGNALS)
         try:
             mine = await self._take_run()
         except VerlSlurmError:
@@ -135,9 +124,7 @@ class Lead:
         journal = Journal(self._paths, epoch=epoch, job_id=job_id, heard=self._journaled)
         self._journal = journal
         self._hooks = Hooks(self._paths, self._config, lambda text: journal.write(ev.Warned("hooks", text)))
-        effects = Effects(
-            self._paths, self._config, self._allocation, journal, epoch, self._events.put_nowait
-        )
+        effects = Effects(Attempt(self._config, self._allocation, journal, self._events.put_nowait))
         try:
             if mine is not None:
                 await self._begins(mine, journal, effects)
@@ -152,7 +139,7 @@ class Lead:
         if code is ExitCode.REQUEUED:
             # Before Slurm is told when to start again: that counts from the end of this job's processes.
             await self._hooks.drain(requeued=True)
-        await self._end(mine, journal, code, reason, clean=effects.left_clean)
+        await self._end(mine, journal, code, reason, clean=effects.restarts.left_clean)
         await self._hooks.drain()
         return code
 
@@ -178,8 +165,8 @@ class Lead:
 
         if self._failed is None:
             try:
-                return await patiently(take, self._is_signalled, say_again)
-            except ENVIRONMENT as error:
+                return await attempt_start.patiently(take, self._is_signalled, attempt_start.say_again)
+            except attempt_start.ENVIRONMENT as error:
                 self._failed = error
         return None
 
@@ -191,7 +178,7 @@ class Lead:
         """Records that this attempt owns the run from here on."""
         if self._metrics is not None:
             await self._metrics.read_back()
-            self._metrics.refused = effects.refusals.counts
+            self._metrics.refused = effects.restarts.refusals.counts
         status = self._status
         status.attempt, status.cluster, status.host = mine.epoch, mine.cluster, mine.host
         status.slurm = _slurm_cluster()
@@ -227,7 +214,7 @@ class Lead:
         elif code is not ExitCode.REQUEUE_FAILED and (said := await self._allocation.withdraw()):
             journal.write(ev.Notice("Slurm", said))
         try:
-            ours = mine is None or await answered(lambda: read_epoch(self._paths)) == mine
+            ours = mine is None or await attempt_start.answered(lambda: read_epoch(self._paths)) == mine
         except OSError:  # it cannot be told; the epoch is in the line
             ours = True
         if ours:
@@ -308,30 +295,32 @@ class Lead:
         self._events.put_nowait(await self._first_event(journal, effects))
         tasks = [asyncio.create_task(self._watch_the_clock()), asyncio.create_task(self._watch_the_fence())]
         try:
-            while effects.exit is None:
+            while effects.attempt.exit is None:
                 event = await self._events.get()
                 decision = decide(self._model, event)
                 self._model = decision.model
-                effects.describe(self._status)
+                effects.restarts.describe(self._status)
                 self._note(event, journal)
                 for action in decision.actions:
                     effects.perform(action)
         finally:
             for task in tasks:
                 task.cancel()
-        return effects.exit
+        return effects.attempt.exit
 
     async def _first_event(self, journal: Journal, effects: Effects) -> inputs.Input:
         if self._failed is not None:
-            return await start_failed(self._paths, self._allocation, self._failed)
+            return await attempt_start.start_failed(self._paths, self._allocation, self._failed)
 
         def say(error: Exception, pause_s: float) -> None:
             journal.write(ev.Warned("start", f"{error}: tries again in {pause_s:.0f} s"))
 
         try:
-            return await patiently(lambda: self._first_try(journal, effects), self._is_signalled, say)
-        except ENVIRONMENT as error:
-            return await start_failed(self._paths, self._allocation, error)
+            return await attempt_start.patiently(
+                lambda: self._first_try(journal, effects), self._is_signalled, say
+            )
+        except attempt_start.ENVIRONMENT as error:
+            return await attempt_start.start_failed(self._paths, self._allocation, error)
 
     async def _first_try(self, journal: Journal, effects: Effects) -> inputs.Input:
         # Before the run is touched: a task of a chain, or a successor, whose predecessor was cancelled must not
@@ -357,7 +346,9 @@ class Lead:
                 f"scontrol update JobId={job} TimeLimit=MINUTES (an administrator), then scontrol release {job}"
             )
             return inputs.NeedsPerson(short, reason)
-        return await spoken(self._begin(journal, effects), "the look at data, image and code", journal)
+        return await attempt_start.spoken(
+            self._begin(journal, effects), "the look at data, image and code", journal
+        )
 
     async def _begin(self, journal: Journal, effects: Effects) -> inputs.Ready:
         """Checks the conditions for starting ranks.
@@ -368,7 +359,7 @@ class Lead:
         """
         notices: list[str] = []
         history = await asyncio.to_thread(read_history, self._paths)
-        await asyncio.to_thread(require_mounted, self._config, history)
+        await asyncio.to_thread(attempt_start.require_mounted, self._config, history)
         await asyncio.to_thread(check_image, self._config)
         root = data_of(self._config)
         if root is not None:
@@ -378,7 +369,7 @@ class Lead:
             await asyncio.to_thread(check_dataset, self._paths, root, trained_on=known, notice=notices.append)
         for text in notices:
             journal.write(ev.Notice("data", text))
-        for event in await asyncio.to_thread(check_code, self._paths, self._config):
+        for event in await asyncio.to_thread(attempt_start.check_code, self._paths, self._config):
             journal.write(event)
         await effects.open()
         if self._metrics is not None and (problem := await self._metrics.open(self._allocation.address)):
@@ -467,19 +458,18 @@ def run_lead(root: Path, hostfile: Path | None = None) -> NoReturn:
         hostfile: the hosts of a run without Slurm; this is the first of them.
     """
     # Blocked, not ignored: a signal that comes during the start stays pending until the lead listens.
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, attempt_start.SIGNALS)
     os.environ["PYTHONSAFEPATH"] = "1"  # for all we start: nothing is imported from the submitter's directory
-    try:
-        ground = prepare(root, hostfile)
-    except VerlSlurmError:
-        # The next start would fail in the same way, so Slurm is told not to make one.
-        if hostfile is None and (job := SlurmJob.from_environ(dict(os.environ))) is not None:
-            asyncio.run(SlurmAllocation(job, RunConfig(), RunPaths(root)).withdraw())
-        raise
-    lead = Lead(*ground)
 
     async def live() -> NoReturn:
-        _leave(await lead.run(), ground.allocation)
+        try:
+            ground = await attempt_start.prepare(root, hostfile)
+        except VerlSlurmError:
+            # The next start would fail in the same way, so Slurm is told not to make one.
+            if hostfile is None and (job := SlurmJob.from_environ(dict(os.environ))) is not None:
+                await SlurmAllocation(job, RunConfig(), RunPaths(root)).withdraw()
+            raise
+        _leave(await Lead(*ground).run(), ground.allocation)
 
     asyncio.run(live())
     raise AssertionError("unreachable")
@@ -494,7 +484,7 @@ def _leave(code: ExitCode, allocation: Allocation) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     if code is ExitCode.REQUEUED and isinstance(allocation, LocalAllocation):
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, attempt_start.SIGNALS)
         os.environ[LOCAL_RESTART_VARIABLE] = str(allocation.restart + 1)
         argv = [sys.executable, "-P", "-m", "verl_slurm_daemon", *sys.argv[1:]]
         os.execv(sys.executable, argv)  # noqa: S606 - an argument list of ours; no shell is what we want

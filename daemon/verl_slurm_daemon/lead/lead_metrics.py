@@ -17,9 +17,8 @@ from verl_slurm.journal.status import Status
 from verl_slurm.journal.steps import every_row
 from verl_slurm.wire.connection_limits import REASONS
 from verl_slurm.wire.messages import FromRank, Progress
-from verl_slurm_daemon.decide.lead_states import State
-from verl_slurm_daemon.metrics.exporter import Exporter
-from verl_slurm_daemon.metrics.exposition import counter, gauge, labelled, renderer
+from verl_slurm_daemon.decide.lead_model import State
+from verl_slurm_daemon.metrics.exporter import Exporter, counter, gauge, labelled, renderer
 from verl_slurm_daemon.metrics.live_numbers import LiveNumbers, queue_length
 
 _LEARNING = (
@@ -33,6 +32,8 @@ _LEARNING = (
     "eval/reward",
 )
 """Columns of a step's row that are shown if `observability.learning_numbers` is set."""
+
+_SAFE_POINT_AGE = "Since the last safe point of the rank that is furthest behind."
 
 
 def steady_clock() -> Callable[[], float]:
@@ -112,30 +113,27 @@ class LeadMetrics:
         yield from self._of_issue(now)
         states = {str(state): float(state == status.state) for state in State}
         yield labelled(GaugeMetricFamily, "verl_run_state", "1 for the state it is in.", "state", states)
-        yield gauge("verl_run_step", "Whole steps done.", status.step)
-        yield gauge("verl_run_steps", "Steps that the run is to do.", status.steps)
-        yield gauge("verl_run_epoch", "Attempt: how often the job of the run was started.", status.attempt)
-        yield gauge(
-            "verl_run_generation", "Restart: how often this attempt started the ranks.", status.restart
+        in_step = status.metrics.get
+        rows: tuple[tuple[str, str, float | None], ...] = (
+            ("verl_run_step", "Whole steps done.", status.step),
+            ("verl_run_steps", "Steps that the run is to do.", status.steps),
+            ("verl_run_epoch", "Attempt: how often the job of the run was started.", status.attempt),
+            ("verl_run_generation", "Restart: how often this attempt started the ranks.", status.restart),
+            ("verl_ranks_expected", "Ranks of the run that speak.", self._config.speakers),
+            ("verl_ranks_heard", "Ranks of this restart that have said something.", len(live.heard)),
+            ("verl_safe_point_age_seconds", _SAFE_POINT_AGE, live.safe_point_age(now)),
+            ("verl_tokens_per_second", "Sampled, in the newest step.", in_step("tokens_per_second")),
+            ("verl_step_duration_seconds", "Of the newest step.", in_step("step_s")),
         )
-        yield gauge("verl_ranks_expected", "Ranks of the run that speak.", self._config.speakers)
-        yield gauge("verl_ranks_heard", "Ranks of this restart that have said something.", len(live.heard))
-        yield gauge(
-            "verl_safe_point_age_seconds",
-            "Since the last safe point of the rank that is furthest behind.",
-            live.safe_point_age(now),
-        )
+        for row in rows:
+            yield gauge(*row)
         yield counter("verl_rollouts_sampled", "Sampled, not replayed; of this lead.", live.num_rollouts)
-        yield gauge(
-            "verl_tokens_per_second", "Sampled, in the newest step.", status.metrics.get("tokens_per_second")
-        )
-        yield gauge("verl_step_duration_seconds", "Of the newest step.", status.metrics.get("step_s"))
-        yield counter(
-            "verl_links_broken", "Agents' connections that failed; of this run.", self.run.counts["link"]
-        )
+        links = self.run.counts["link"]
+        yield counter("verl_links_broken", "Agents' connections that failed; of this run.", links)
         yield from self._of_restarts(now)
         yield from self._of_saves()
-        yield from self._of_strangers()
+        refused = "Connections to the control port that were not let in, since this lead began."
+        yield labelled(CounterMetricFamily, "verl_control_refused", refused, "reason", self.refused)
         if self._config.observability.learning_numbers:
             # Off by default: every user of the node can read the port.
             numbers = {name: status.metrics[name] for name in _LEARNING if name in status.metrics}
@@ -174,26 +172,16 @@ class LeadMetrics:
 
     def _of_restarts(self, now: float) -> Iterator[Metric]:
         run = self.run
-        yield labelled(
-            CounterMetricFamily, "verl_restarts", "Starts after the first, by cause.", "cause", run.restarts
-        )
-        yield labelled(
-            CounterMetricFamily, "verl_requeues", "Requeues that were asked for.", "outcome", run.requeues
-        )
+        for name, text, label, values in (
+            ("verl_restarts", "Starts after the first, by cause.", "cause", run.restarts),
+            ("verl_requeues", "Requeues that were asked for.", "outcome", run.requeues),
+        ):
+            yield labelled(CounterMetricFamily, name, text, label, values)
         yield counter("verl_crashes", "Restarts that crashed.", run.counts["crash"])
         yield counter("verl_hangs", "Restarts that hung; they are among the crashes.", run.counts["hang"])
         yield gauge("verl_useful_seconds", "Of the steps that count.", run.useful_seconds)
         yield counter("verl_allocated_seconds", "From each start to its end.", run.allocated_seconds(now))
         yield gauge("verl_goodput_ratio", "Useful of allocated seconds.", run.goodput(now))
-
-    def _of_strangers(self) -> Iterator[Metric]:
-        yield labelled(
-            CounterMetricFamily,
-            "verl_control_refused",
-            "Connections to the control port that were not let in, since this lead began.",
-            "reason",
-            self.refused,
-        )
 
     def _of_saves(self) -> Iterator[Metric]:
         run = self.run
@@ -210,11 +198,8 @@ class LeadMetrics:
         ):
             yield counter(name, text, run.counts[event])
         costs = [cost for save in run.all_saves if (cost := save.cost) is not None]
-        yield gauge(
-            "verl_checkpoint_save_duration_seconds",
-            "Of the newest save, until durable.",
-            costs[-1][0] if costs else None,
-        )
-        yield gauge("verl_checkpoint_save_bytes", "Of the newest save.", costs[-1][1] if costs else None)
-        yield counter("verl_checkpoint_save_seconds", "Of all saves.", sum(seconds for seconds, _ in costs))
-        yield counter("verl_checkpoint_saved_bytes", "Of all saves.", sum(size for _, size in costs))
+        seconds, size = costs[-1] if costs else (None, None)
+        yield gauge("verl_checkpoint_save_duration_seconds", "Of the newest save, until durable.", seconds)
+        yield gauge("verl_checkpoint_save_bytes", "Of the newest save.", size)
+        yield counter("verl_checkpoint_save_seconds", "Of all saves.", sum(cost[0] for cost in costs))
+        yield counter("verl_checkpoint_saved_bytes", "Of all saves.", sum(cost[1] for cost in costs))

@@ -19,32 +19,25 @@ from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.checkpoint.store.local_copy import assemble, list_parts, local_directory, send_home, this_node
 from verl_slurm.config.load import load_resolved
 from verl_slurm.journal.events import SecondCopy
-from verl_slurm_daemon.allocation.contract import Allocation, TooFewNodes
-from verl_slurm_daemon.journal import Journal
+from verl_slurm_daemon.allocation.contract import TooFewNodes
+from verl_slurm_daemon.allocation.launcher import daemon_argv
+from verl_slurm_daemon.lead.attempt import Attempt
 
 
-async def bring_home(
-    allocation: Allocation,
-    journal: Journal,
-    paths: RunPaths,
-    epoch: int,
-    keys: Keyring | None,
-    *,
-    after: str,
-    avoid: Collection[str] = (),
-) -> bool:
+async def bring_home(attempt: Attempt, *, after: str, avoid: Collection[str] = ()) -> bool:
     """Makes every node send what shared storage lacks; returns whether anything came of it.
 
     Args:
         after: the checkpoint up to which shared storage lacks nothing.
         avoid: nodes of the job that are lost.
     """
-    argv = bring_home_argv(sys.executable, paths, epoch, after)
+    allocation, journal, paths = attempt.allocation, attempt.journal, attempt.paths
+    argv = daemon_argv(sys.executable, "bring-home", paths, attempt.number, "--after", after)
     try:
         names = (await allocation.places(avoid)).chosen
         step = await allocation.start_step(argv, names=names)
         codes = [await process.wait() for process in step]
-        lines = await asyncio.to_thread(collect, paths, epoch, keys)
+        lines = await asyncio.to_thread(collect, paths, attempt.number, attempt.keys)
     except (OSError, TooFewNodes) as error:
         lines, codes = [f"the nodes' own disks could not be asked: {error}"], []
     for line in lines:
@@ -52,22 +45,6 @@ async def bring_home(
     if any(codes):
         journal.write(SecondCopy(f"a node could not send its part (exit {max(codes, key=abs)})"))
     return bool(lines)
-
-
-def bring_home_argv(python: str, paths: RunPaths, epoch: int, after: str) -> list[str]:
-    """Returns the command line for one node."""
-    argv = [
-        python,
-        "-P",
-        "-m",
-        "verl_slurm_daemon",
-        "bring-home",
-        "--run",
-        str(paths.root),
-        "--epoch",
-        str(epoch),
-    ]
-    return [*argv, "--after", after]
 
 
 def run_bring_home(root: Path, epoch: int, after: str) -> ExitCode:

@@ -1,10 +1,17 @@
-"""Picks a restart's checkpoint, and decides whether a fresh one can be trusted. Reads files; no torch."""
+"""Picks a restart's checkpoint, decides whether a fresh one can be trusted, and divides one of verl's among the ranks.
+
+Reads files; no torch. What was found good in this attempt need not be read again at a restart in place (`Verdicts`).
+Our own ranks check each byte that they load as well. So a disk that has lost a bit since is found by them; and the
+next restart reads everything, because a verdict is used once. A guest's loop checks nothing: its checkpoints are read.
+"""
 
 import asyncio
 import os
 import secrets
 import shutil
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -33,15 +40,87 @@ from verl_slurm.checkpoint.store.lost import (
 )
 from verl_slurm.checkpoint.store.quarantine import move_to_quarantine
 from verl_slurm.checkpoint.store.recover import ResumeChoice, choose_resume
+from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.containers.runtimes import contained_argv
+from verl_slurm.journal import events as ev
 from verl_slurm.journal.events import Resume, Warned
 from verl_slurm.journal.files import read_history
 from verl_slurm.runtime_state.segment import HEAD_BYTES
-from verl_slurm_daemon.decide.delays import IN_PLACE_S
+from verl_slurm.verl.reshard.checkpoint import prepare_start
+from verl_slurm_daemon.decide.lead_model import IN_PLACE_S
 from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.lead.attempt_start import say_again
 from verl_slurm_daemon.lead.tier_child import restore_newest
-from verl_slurm_daemon.lead.verdicts import Verifier, read_all
+
+Verifier = Callable[[Path, Keyring | None], Verdict]
+"""Judges a checkpoint; the keys are those with one of which it must be signed."""
+_Seen = tuple[tuple[str, int, int, int, int, int, int], ...]
+
+
+def read_all(path: Path, keys: Keyring | None) -> Verdict:
+    """Reads a checkpoint, every byte."""
+    return verify(path, keys=keys)
+
+
+class Verdicts:
+    """The verdicts of one lead. Its threads may use it at the same time."""
+
+    def __init__(self) -> None:
+        self._good: dict[Path, tuple[_Seen, Verdict]] = {}
+        self._lock = threading.Lock()
+
+    def read(self, path: Path, keys: Keyring | None) -> Verdict:
+        """Does the same as `read_all`, and remembers a checkpoint that is good."""
+        seen = _seen(path)
+        verdict = read_all(path, keys)
+        with self._lock:
+            self._good.pop(path, None)
+            if verdict.ok:
+                self._good[path] = seen, verdict
+        return verdict
+
+    def recall(self, path: Path, keys: Keyring | None) -> Verdict:
+        """Returns what `read` has found, once, if nothing has been touched since; else reads."""
+        with self._lock:
+            seen, verdict = self._good.pop(path, ((), None))
+        if verdict is not None and seen == _seen(path):
+            return verdict
+        return self.read(path, keys)
+
+
+def _seen(path: Path) -> _Seen:
+    """Returns what changes when anything below a directory does, even if its old times are set again (ctime)."""
+    return tuple(sorted(_entries(path, ".")))
+
+
+def _entries(path: Path, name: str) -> Iterator[tuple[str, int, int, int, int, int, int]]:
+    try:
+        here = os.stat(path / name, follow_symlinks=False)
+        yield name, here.st_dev, here.st_ino, here.st_mode, here.st_size, here.st_mtime_ns, here.st_ctime_ns
+        with os.scandir(path / name) as entries:
+            inner = [(entry.name, entry.is_dir(follow_symlinks=False), entry) for entry in entries]
+    except OSError:
+        # Never equal to anything: it is read.
+        yield name, os.getpid(), id(path), 0, 0, 0, 0
+        return
+    for below, is_directory, entry in inner:
+        if is_directory:
+            yield from _entries(path, f"{name}/{below}")
+        else:
+            try:
+                stat = entry.stat(follow_symlinks=False)
+            except OSError:
+                continue
+            yield (
+                f"{name}/{below}",
+                stat.st_dev,
+                stat.st_ino,
+                stat.st_mode,
+                stat.st_size,
+                stat.st_mtime_ns,
+                stat.st_ctime_ns,
+            )
 
 
 class ResumePoint(msgspec.Struct, frozen=True):
@@ -78,24 +157,19 @@ def find_resume_point(
 ) -> ResumePoint:
     """Verifies checkpoints from the newest back and takes the first that is good; sets corrupt ones aside.
 
-    A checkpoint that the user named counts for the first start after the submission
-    (`RUN/control/resume_once`), then `auto`.
+    If the user named a checkpoint (or null: none), the first start after the submission (`RUN/control/resume_once`)
+    goes on from there, and newer ones are set aside. A checkpoint of another run is copied in first.
 
-    If the user named a checkpoint (or null: none), the run goes on from there, and newer ones are set aside. A
-    checkpoint of another run is copied in first.
-
-    If no checkpoint of the run itself verifies and it has tiers, the newest one in the tiers is brought back; if only
-    its newest is lost, that one, from a tier that had it. This is not done if the run was told to begin from nothing
-    and has saved nothing since.
+    If none of the run itself verifies and it has tiers, the newest one in the tiers is brought back; if only its
+    newest is lost, that one, from a tier that had it. This is not done if the run was told to begin from nothing and
+    has saved nothing since.
 
     Args:
         keys: the checkpoint must be signed with one of them.
         verifier: the full check, or what it has found before (`Verdicts.recall`).
 
-    Raises:
-        KeyRefused: what is left to resume from needs a key that is not there.
-        TierError: none that a tier has can be used.
-        OSError: storage, or a tier that has one, does not answer, or not with all bytes of the newest checkpoint.
+    Raises KeyRefused: what is left to resume from needs a key that is not there. TierError: none that a tier has can be
+    used. OSError: storage, or a tier, does not answer, or not with all bytes of the newest checkpoint.
     """
 
     def checked(path: Path) -> Verdict:
@@ -157,19 +231,12 @@ def _newer_from_tiers(
 async def wait_for_checkpoints(
     find: Callable[[], ResumePoint], config: RunConfig, journal: Journal, leaving: asyncio.Event
 ) -> ResumePoint:
-    """Returns the resume point, but never the beginning of a run that has had a checkpoint. Warns of what is
-    done again.
+    """Returns the resume point that `find` finds, but never the beginning of a run that has had a checkpoint. Warns of
+    what is done again. A directory of checkpoints that is absent or empty, as one that is not mounted, is looked at
+    again for half a minute.
 
-    Where the directory of checkpoints is absent or empty, as one that is not mounted, it is looked at again for half a
-    minute.
-
-    Args:
-        find: `find_resume_point`.
-        leaving: the restart is being ended.
-
-    Raises:
-        CheckpointsLost: the run has had a checkpoint and has none that can be used.
-        InterruptedError: the restart was ended meanwhile.
+    Raises CheckpointsLost: the run has had a checkpoint and has none that can be used. InterruptedError: the restart
+    was ended meanwhile (`leaving`).
     """
 
     for pause in (*IN_PLACE_S, None):
@@ -297,3 +364,38 @@ def _was_pruned(paths: RunPaths, name: str) -> bool:
         return False
     # Retention never takes the newest: one that is gone and was the newest is lost.
     return any(info.kind == "committed" and info.order > order for info in infos)
+
+
+class _Leaving(Exception):
+    """Ends the work: the attempt is to end."""
+
+
+async def fit_ranks(config: RunConfig, point: ResumePoint, leaving: asyncio.Event, journal: Journal) -> bool:
+    """Prepares verl's checkpoint for as many ranks as the run has now; returns whether they may start: not if
+    `leaving`, which ends the work, was set.
+
+    Raises ConfigError: it cannot be divided so, or not by the ranks' Python. VerlSlurmError, OSError: it was not
+    divided.
+    """
+    if config.trainer.backend != "verl":
+        return True
+
+    def stop_if_leaving(_: int) -> None:
+        if leaving.is_set():
+            raise _Leaving
+
+    began = time.monotonic()
+    run, ranks = (config, contained_argv, journal.paths, journal.epoch), config.distributed.world_size
+    before = ranks if point.manifest is None else point.manifest.world_size
+    if before != ranks:
+        # Before it, too: with large models it takes minutes.
+        journal.write(ev.Resume(f"{point.name} is of {before} ranks: divided among {ranks}"))
+    try:
+        # In a thread: it may take as long as a save and a verification, and the lead has to hear Slurm meanwhile.
+        made = await asyncio.to_thread(prepare_start, *run, point.manifest, stop_if_leaving)
+    except _Leaving:
+        return False
+    if made is not None:
+        took_s = round(time.monotonic() - began, 3)
+        journal.write(ev.Resharded(point.name, before, ranks, took_s, made.num_bytes))
+    return True

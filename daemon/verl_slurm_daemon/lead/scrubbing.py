@@ -19,7 +19,7 @@ from verl_slurm.checkpoint.store.scrub import next_due, scrub_frozen, scrub_one
 from verl_slurm.config.schema import CheckpointConfig
 from verl_slurm.journal.events import Scrubbed
 from verl_slurm.journal.files import read_history
-from verl_slurm_daemon.journal import Journal
+from verl_slurm_daemon.lead.attempt import Attempt
 
 _SETTLE_S = 600.0
 """Seconds after a start before the first scrub: the start itself has enough to do."""
@@ -75,25 +75,19 @@ def _frozen(paths: RunPaths) -> list[CheckpointInfo]:
     ]
 
 
-async def scrub_forever(
-    paths: RunPaths,
-    config: CheckpointConfig,
-    journal: Journal,
-    epoch: int,
-    bring_home: Callable[[str], Awaitable[bool]],
-    keys: Keyring | None = None,
-) -> None:
+async def scrub_forever(attempt: Attempt, bring_home: Callable[[str], Awaitable[bool]]) -> None:
     """Scrubs until cancelled. Runs once per lead."""
+    config, given = attempt.config.checkpoint, (attempt.paths, attempt.config.checkpoint, attempt.number)
     pause = min(_SETTLE_S, config.scrub_every_h * 1800)
     while config.scrub_every_h > 0:
         await asyncio.sleep(pause)  # the due time, computed from the journal
         try:
-            pause, told = await asyncio.to_thread(scrub_next, paths, config, epoch, time.time(), keys)
+            pause, told = await asyncio.to_thread(scrub_next, *given, time.time(), attempt.keys)
         except (OSError, VerlSlurmError) as error:
             pause, told = _SETTLE_S, Scrubbed(False, detail=str(error))
         if told is None:
             continue
-        journal.write(told)
+        attempt.journal.write(told)
         of_checkpoint = not told.name.startswith(_FROZEN)  # nodes have no copy of a frozen model
         if not told.good and of_checkpoint and config.local_dir:
             await bring_home("")

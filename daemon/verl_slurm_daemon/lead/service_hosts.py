@@ -6,17 +6,16 @@ cannot be started again is started anew with the next restart of the ranks. If t
 """
 
 import asyncio
-from collections.abc import Callable
+import sys
 from contextlib import suppress
 
-from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.services_section import ServiceConfig
 from verl_slurm.journal import events as ev
 from verl_slurm.wire.messages import ServiceSaid, Shutdown
-from verl_slurm_daemon.allocation.contract import Allocation
+from verl_slurm_daemon.allocation.launcher import daemon_argv
 from verl_slurm_daemon.decide import inputs
-from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.lead.agents_step import end_step
+from verl_slurm_daemon.lead.attempt import Attempt
 from verl_slurm_daemon.link.channel import AgentLink
 
 HOSTS_COME_S = 60.0
@@ -54,23 +53,11 @@ class _Service:
 
 
 class Services:
-    """The services of one attempt; see the module.
+    """The services of one attempt; see the module."""
 
-    Args:
-        argv: returns the command line of a service's host.
-        post: takes events for the policy.
-    """
-
-    def __init__(
-        self,
-        config: RunConfig,
-        allocation: Allocation,
-        journal: Journal,
-        argv: Callable[[str], list[str]],
-        post: Callable[[inputs.Input], None],
-    ) -> None:
-        self._services = {name: _Service(name, one) for name, one in config.services.items()}
-        self._allocation, self._journal, self._argv, self._post = allocation, journal, argv, post
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt, self._journal = attempt, attempt.journal
+        self._services = {name: _Service(name, one) for name, one in attempt.config.services.items()}
         self._changed, self._closing = asyncio.Event(), False
 
     @property
@@ -103,7 +90,9 @@ class Services:
 
     async def _run(self, service: _Service) -> None:
         try:
-            service.step = await self._allocation.start_step(self._argv(service.name), service.name)
+            given = self._attempt.paths, self._attempt.number, "--name", service.name
+            argv = daemon_argv(sys.executable, "service", *given)
+            service.step = await self._attempt.allocation.start_step(argv, service.name)
         except OSError as error:  # no processes left
             self._fail(service, "", f"its host was not started: {error}")
             return
@@ -163,7 +152,7 @@ class Services:
             link.send(Shutdown())
         if service.config.needed:
             where = f" on {node}" if node else ""
-            self._post(inputs.ServiceLost(f"service {service.name}{where}: {detail}"))
+            self._attempt.post(inputs.ServiceLost(f"service {service.name}{where}: {detail}"))
         self._changed.set()
 
     async def _end(self, service: _Service) -> bool:

@@ -13,10 +13,9 @@ import sys
 
 from verl_slurm.base.errors import TierAway, TierError
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal.events import Tiers
 from verl_slurm_daemon.descendants import child_setup
-from verl_slurm_daemon.journal import Journal
+from verl_slurm_daemon.lead.attempt import Attempt
 
 
 class TierMover:
@@ -25,8 +24,8 @@ class TierMover:
     Does nothing without tiers.
     """
 
-    def __init__(self, paths: RunPaths, config: RunConfig, journal: Journal) -> None:
-        self._paths, self._journal = paths, journal
+    def __init__(self, attempt: Attempt) -> None:
+        self._paths, self._journal, config = attempt.paths, attempt.journal, attempt.config
         self._every_s = config.tiers_every_min * 60.0 if config.tiers else None
         self._wanted = asyncio.Event()
         self._child: asyncio.subprocess.Process | None = None
@@ -78,16 +77,12 @@ class TierMover:
 
 
 def restore_newest(paths: RunPaths, only: str = "") -> None:
-    """Brings the newest checkpoint of any tier into the run, because none in the run verifies.
+    """Brings the newest checkpoint of any tier into the run, because none in the run verifies; or `only` this one,
+    because it is lost in the run. Blocks until that is done; the child limits its own time by the number of bytes it
+    expects.
 
-    Blocks until that is done; the child limits its own time by the number of bytes it expects.
-
-    Args:
-        only: this checkpoint and no other, because it is lost in the run.
-
-    Raises:
-        OSError: a tier that has one does not answer: it is storage, and is waited for.
-        TierError: a tier returned something else. Beginning afresh would throw away what is there.
+    Raises OSError: a tier that has one does not answer: it is storage, and is waited for. TierError: a tier returned
+    something else. Beginning afresh would throw away what is there.
     """
     words = [*_command("restore", paths), *(("--name", only) if only else ())]
     done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)

@@ -8,12 +8,13 @@ import contextlib
 import hmac
 import secrets
 import socket
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 from verl_slurm.base.errors import WireError
 from verl_slurm.wire.connection_limits import ConnectionLimits, make_room
 from verl_slurm.wire.framing import HELLO, NONCE_BYTES, PROOF_BYTES, Framer, proof, session_key
+from verl_slurm.wire.lead_file import LeadAddress
 from verl_slurm.wire.messages import FromAgent, ToAgent
 
 
@@ -50,26 +51,34 @@ buffer. If it still reads nothing for this long, the link is given up, too.
 """
 
 
-class AgentLink:
-    """The lead's end of the connection to one agent."""
+Sent = TypeVar("Sent")
+Heard = TypeVar("Heard")
+
+
+class _Link(Generic[Sent, Heard]):
+    """One end of a connection."""
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, framer: Framer[ToAgent | FromAgent]
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, framer: Framer[Any]
     ) -> None:
         self._reader, self._writer, self._framer = reader, writer, framer
 
-    def send(self, message: ToAgent) -> None:
+    def send(self, message: Sent) -> None:
         """Hands one message to the kernel. A broken link shows by its end, not by an error here."""
         if not self._writer.is_closing():
             # Without drain(): asyncio keeps what the kernel does not take, so one slow agent holds up neither lead nor
             # others.
             self._writer.write(self._framer.encode(message))
 
-    async def messages(self, deliver: Callable[[FromAgent], None]) -> None:
-        """Passes every message to `deliver` until the link ends."""
+    async def messages(self, deliver: Callable[[Heard], None]) -> None:
+        """Passes every message to `deliver` until the link ends. Raises OSError: it broke."""
         while data := await self._reader.read(_READ_BYTES):
             for message in self._framer.feed(data):
-                deliver(message)  # type: ignore[arg-type]
+                deliver(message)
+
+
+class AgentLink(_Link[ToAgent, FromAgent]):
+    """The lead's end of the connection to one agent."""
 
     def close(self) -> None:
         self._writer.close()
@@ -161,32 +170,19 @@ async def _greet_agent(
     return session_key(token, epoch, nonce_lead, nonce_agent)
 
 
-class LeadLink:
+class LeadLink(_Link[FromAgent, ToAgent]):
     """The agent's end of the connection to the lead."""
-
-    def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, framer: Framer[ToAgent | FromAgent]
-    ) -> None:
-        self._reader, self._writer, self._framer = reader, writer, framer
 
     @property
     def own_host(self) -> str:
         """Returns this node's address on the network that reaches the lead: the address to rendezvous on."""
         return str(self._writer.get_extra_info("sockname")[0])
 
-    def send(self, message: FromAgent) -> None:
-        if not self._writer.is_closing():
-            self._writer.write(self._framer.encode(message))
-
     async def messages(self, deliver: Callable[[ToAgent], None]) -> None:
         """Passes every message to `deliver` until the lead is gone."""
-        try:
-            while data := await self._reader.read(_READ_BYTES):
-                for message in self._framer.feed(data):
-                    deliver(message)  # type: ignore[arg-type]
         # A reset is one of the ways in which a lead ends; what it means is decided elsewhere (`leaving`).
-        except ConnectionError:
-            return
+        with contextlib.suppress(ConnectionError):
+            await super().messages(deliver)
 
     async def close(self) -> None:
         """Sends what is still in the buffer, bounded in time, and closes."""
@@ -262,3 +258,31 @@ def _notice_silence(writer: asyncio.StreamWriter) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(_SILENCE_S // 12, 1))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 8)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_S * 1000)
+
+
+CONNECT_PAUSES_S = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0)
+
+
+async def reach_lead(
+    address: LeadAddress, epoch: int, warned: asyncio.Event, pauses: Sequence[float] = CONNECT_PAUSES_S
+) -> LeadLink:
+    """Tries until the lead has a free place: unknown peers may hold all of them for some seconds. Where `warned` is
+    set, the job is about to end, and this try is the last.
+
+    Raises WireError: the lead cannot be reached, or is of another attempt.
+    """
+    for pause in (*pauses, None):
+        try:
+            return await connect(address.host, address.port, bytes.fromhex(address.token), epoch)
+        except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+            if pause is None or warned.is_set():
+                raise WireError(
+                    "the lead cannot be reached",
+                    where=f"{address.host}:{address.port}",
+                    found=f"{type(error).__name__} {error}",
+                    remedy="are TCP connections between the job's nodes allowed?",
+                ) from error
+            # Slurm's TERM means that there may soon be nobody to reach, nor anybody who tries.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(warned.wait(), pause)
+    raise AssertionError("unreachable")

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 
 from verl_slurm.base.errors import VerlSlurmError, WireError
 from verl_slurm.wire.connection_limits import make_room
-from verl_slurm.wire.http import Listener, peers_of
+from verl_slurm.wire.tcp_table import Listener, peers_of
 from verl_slurm_daemon.link.channel import connect_proven, serve_proven
 
 MOST_CONNECTIONS = 512

@@ -3,22 +3,76 @@
 Its address is written to a file (`observability.targets_dir`) in the format of Prometheus' file-based service
 discovery. That file also holds the run's name and id, because anybody can read what the port itself shows. A
 port that cannot be opened stops no run: another one is taken, or none, and a message says so.
+
+The page is in Prometheus' text format. This module imports prometheus_client, which costs 2 MB, so it is imported when
+a port is configured. No label names the run: everybody on the node can read a port on 127.0.0.1. The file says which
+run a series belongs to, and its mode is 0600.
 """
 
 import asyncio
 import contextlib
 import errno
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.run_id import run_id
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.wire.http import Caps, HttpReply, HttpRequest, listener_of, read_token, serve_http
+from verl_slurm.wire.http import Caps, HttpReply, HttpRequest, read_token, serve_http
+from verl_slurm.wire.tcp_table import listener_of
+
+
+def gauge(name: str, text: str, value: float | None) -> Metric:
+    """Makes one number; None: the name is known, the value is not."""
+    family = GaugeMetricFamily(name, text)
+    if value is not None:
+        family.add_metric([], value)
+    return family
+
+
+def counter(name: str, text: str, value: float) -> Metric:
+    """Makes a counter. `name` comes without its `_total`."""
+    return CounterMetricFamily(name, text, value=value)
+
+
+def labelled(
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+    name: str,
+    text: str,
+    label: str,
+    values: Mapping[str, float],
+) -> Metric:
+    """Makes one number for each value of one label, out of a closed list."""
+    family = kind(name, text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
+
+
+class _Told(Collector):
+    def __init__(self, tell: Callable[[], Iterable[Metric]]) -> None:
+        self._tell = tell
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._tell()
+
+
+def renderer(tell: Callable[[], Iterable[Metric]]) -> Callable[[], bytes]:
+    """Returns the function that renders the page: `tell`'s families, and the process' own (memory, CPU, file
+    descriptors).
+    """
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Told(tell))
+    ProcessCollector(registry=registry)
+    return lambda: generate_latest(registry)
+
 
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -49,15 +103,10 @@ class Exporter:
         self._written = b""
 
     async def open(self, own_host: Callable[[], Awaitable[str]], port: int) -> str:
-        """Listens and publishes the address.
+        """Listens at `port` (0: any) and publishes the address; `own_host` returns that by which other nodes reach
+        this one.
 
-        Args:
-            own_host: returns the address by which other nodes reach this one; called if they are to reach it.
-            port: the wanted one; 0: any.
-
-        Returns:
-            A message for people: the actual address if it differs from the wanted one, or why the port is closed.
-            Empty: as configured.
+        Returns a message for people: the actual address if it differs from the wanted one, or why the port is closed.
         """
         wanted = self._config.observability
         try:

@@ -19,7 +19,7 @@ from verl_slurm.report.gather import gather
 from verl_slurm.report.page import render_page
 from verl_slurm.report.report_facts import Report
 from verl_slurm.report.serve import HOST, Server
-from verl_slurm.wire.http import listener_of
+from verl_slurm.wire.tcp_table import listener_of
 
 _BEGINNING = b"<!doctype html>"
 

@@ -18,8 +18,7 @@ from verl_slurm.journal.files import to_json
 from verl_slurm.journal.history import History
 from verl_slurm.journal.pace import LOOKED_AT, node_states, pace_of
 from verl_slurm.journal.steps import last_steps
-from verl_slurm.runs.follow import follow_run
-from verl_slurm.runs.follow_many import FleetWatch, Followed
+from verl_slurm.runs.follow import FleetWatch, Followed, follow_run
 from verl_slurm.runs.glance import find_runs
 from verl_slurm.runs.run_record import last_job, require_run
 

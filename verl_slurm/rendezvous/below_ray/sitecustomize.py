@@ -11,7 +11,7 @@ from importlib.util import module_from_spec
 
 try:
     from verl_slurm.rendezvous.everywhere import install_everywhere
-    from verl_slurm.wire.stacks import answer_with_stacks
+    from verl_slurm.wire.hang_records import answer_with_stacks
 
     install_everywhere()
     # At a hang the daemon asks workers and engines, too, and not the driver alone.

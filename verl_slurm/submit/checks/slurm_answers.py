@@ -41,9 +41,9 @@ from verl_slurm.loops.reach import STEPS_LOOKED_AT, reach
 from verl_slurm.slurm.batch import submission_environment, unwanted_environment
 from verl_slurm.slurm.commands import NODE_LIST
 from verl_slurm.slurm.facts import PartitionFacts
+from verl_slurm.slurm.requeue_rules import sparable
 from verl_slurm.slurm.runner import slurm_words, waiting_for
 from verl_slurm.slurm.slurm_client import SlurmClient
-from verl_slurm.slurm.sparing import sparable
 from verl_slurm.submit.checks.run_directory import checkpoint_size
 from verl_slurm.submit.relative_paths import value_of
 from verl_slurm.submit.submission_plan import Cluster

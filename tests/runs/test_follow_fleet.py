@@ -13,8 +13,8 @@ from tests.many_runs import make_run
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.journal.events import Event, kind_of
-from verl_slurm.runs import follow_many as fleet_follow
-from verl_slurm.runs.follow_many import FleetWatch, Followed, state_after
+from verl_slurm.runs import follow as fleet_follow
+from verl_slurm.runs.follow import FleetWatch, Followed, state_after
 from verl_slurm.slurm.slurm_client import SlurmClient
 
 Act = Callable[[], object]
@@ -74,9 +74,12 @@ def test_a_requeue_is_no_end_and_what_has_not_grown_is_not_read(
 ) -> None:
     a = make_run(tmp_path / "a", job_id="1")
     real, reads = fleet_follow.read_events_after, list[Path]()
-    monkeypatch.setattr(
-        fleet_follow, "read_events_after", lambda paths, at: (reads.append(paths.root), real(paths, at))[1]
-    )
+
+    def read(paths: RunPaths, offset: int, **how: bool) -> tuple[list[Event], int]:
+        reads.append(paths.root)
+        return real(paths, offset, **how)
+
+    monkeypatch.setattr(fleet_follow, "read_events_after", read)
     code, told, _ = follow(tmp_path, end(a, 25), *[lambda: None] * 5, end(a))
     assert (code, [kind for _, kind in told]) == (0, ["ended", "ended"])
     assert len(reads) == 2

@@ -1,13 +1,17 @@
-"""How an agent asks its ranks for torch's Flight Recorder: the variables of torch, and the pipes in its directory.
+"""What processes write down when they hang: the stacks of all their threads, and torch's Flight Recorder. No torch.
 
 Each file `*.pipe` in the control directory has a reader in a rank: the trainer's thread (`flight_RANK.pipe`), or
 NCCL's (`nccl_RANK.pipe`, made by torch). A byte makes it write. Names: torch 2.9 and newer (`FlightRecorder.hpp`,
 `ProcessGroupNCCL.hpp`).
 """
 
+import faulthandler
 import os
 from contextlib import suppress
 from pathlib import Path
+
+from verl_slurm.base.files import open_log
+from verl_slurm.wire.environment import LOG_VARIABLE, STACKS_SIGNAL
 
 DUMP_VARIABLE = "TORCH_FR_DUMP_TEMP_FILE"
 """The beginning of the files' names; torch appends the rank."""
@@ -46,3 +50,16 @@ def request_flights(control: Path) -> int:
             finally:
                 os.close(fd)
     return asked
+
+
+def answer_with_stacks() -> None:
+    """Writes to the log that the agent names, else to stderr, which is that log but for what Ray starts.
+
+    In C, so that a process answers that hangs with the interpreter's lock held. Children of a fork answer, too.
+    """
+    file = 2
+    if log := os.environ.get(LOG_VARIABLE):
+        # Ray keeps the output of its processes in files of its own, which end with the job.
+        with suppress(OSError):
+            file = open_log(Path(log))
+    faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)

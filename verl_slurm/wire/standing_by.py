@@ -1,7 +1,8 @@
-"""Remembers the imports of a run's program. Ranks that stand by import the same ahead, in the same order.
+"""What ranks that stand by are told: which modules to import ahead, and at last their orders.
 
 `RUN/control/imports` has a module's name in each line. Only installed modules are among them: the program's own are a
-few lines, and importing them might do anything.
+few lines, and importing them might do anything. `Orders` say what to become: one msgpack map through a pipe, ended by
+the end of the pipe.
 """
 
 import importlib
@@ -13,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
+
+import msgspec
 
 from verl_slurm.base.bounded import Limit, TooMuch, read_regular
 from verl_slurm.base.files import write_file
@@ -119,3 +122,33 @@ class WatchedEnvironment:
     def differing(self, environ: dict[str, str]) -> list[str]:
         """Lists the variables that were read and have another value in `environ`."""
         return sorted(name for name, value in self._read.items() if environ.get(name) != value)
+
+
+class Orders(msgspec.Struct, frozen=True):
+    """What a rank, or the launcher of a node's ranks, is started with. As bytes, which need not be text."""
+
+    argv: list[bytes]
+    """The arguments of `verl_slurm.rendezvous` or of `verl_slurm_daemon.agent.ranks`."""
+    environ: list[bytes]
+    """`NAME=VALUE`, all of them."""
+
+    @classmethod
+    def of(cls, argv: list[str], environ: dict[str, str]) -> "Orders":
+        """Takes what `subprocess` would take."""
+        return cls(
+            [os.fsencode(word) for word in argv], [os.fsencode(f"{k}={v}") for k, v in environ.items()]
+        )
+
+    @classmethod
+    def read(cls, data: bytes) -> "Orders":
+        """Raises msgspec.DecodeError: not written by `encode`."""
+        return msgspec.msgpack.decode(data, type=cls)
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    def words(self) -> list[str]:
+        return [os.fsdecode(word) for word in self.argv]
+
+    def variables(self) -> dict[str, str]:
+        return dict(os.fsdecode(one).partition("=")[::2] for one in self.environ)

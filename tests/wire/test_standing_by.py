@@ -11,7 +11,7 @@ import pytest
 from tests.builders import new_run
 from tests.processes import python_path
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.wire.imports import WatchedEnvironment, import_all, remember_imports
+from verl_slurm.wire.standing_by import WatchedEnvironment, import_all, remember_imports
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ import sys
 from pathlib import Path
 import own, msgspec.json, wave, cmd
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.wire.imports import remember_imports
+from verl_slurm.wire.standing_by import remember_imports
 sys.modules["strange"] = 3
 remember_imports(RunPaths(Path(sys.argv[1])))
 """
@@ -40,7 +40,7 @@ def test_installed_modules_are_remembered_in_their_order_and_the_programs_own_ar
     subprocess.run(argv, env=python_path(tmp_path), check=True, timeout=60)
     names = paths.imports.read_text().splitlines()
     assert names.index("msgspec.json") < names.index("wave") < names.index("cmd")
-    assert "verl_slurm.wire.imports" in names
+    assert "verl_slurm.wire.standing_by" in names
     assert not {"own", "strange", "__main__", "sys"} & set(names)
 
 
@@ -92,7 +92,7 @@ def test_a_variable_counts_as_read_by_its_name_and_not_in_turn_with_all_others(
 def test_tqdm_and_fsspec_may_be_imported_ahead_for_a_rank_of_any_number() -> None:
     """Found with a spare node: its rank has the number of the lost one, and was made anew each time."""
     program = (
-        "import os\nfrom verl_slurm.wire.imports import WatchedEnvironment\nwith WatchedEnvironment() as watched:\n"
+        "import os\nfrom verl_slurm.wire.standing_by import WatchedEnvironment\nwith WatchedEnvironment() as watched:\n"
         "    import tqdm, fsspec.config\nprint(watched.differing({**os.environ, 'RANK': '1'}))"
     )
     environ = {**os.environ, **python_path(), "RANK": "0"}
