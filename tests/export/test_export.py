@@ -137,6 +137,7 @@ def cut_in_two(whole: Path, paths: RunPaths) -> Path:
         tensor_file,
     )
     from verl_slurm.checkpoint.store import commit as door
+    from verl_slurm.checkpoint.store.reader import CheckpointReader
     from verl_slurm.checkpoint.store.verify import read_manifest
     from verl_slurm.save.ranks.loader import read_index, read_whole
 
@@ -146,7 +147,7 @@ def cut_in_two(whole: Path, paths: RunPaths) -> Path:
     )
     for domain in ("actor", "critic", "optimizer"):
         files, entries = [bytearray(), bytearray()], {}
-        index = read_index(whole, domain)
+        index = read_index(CheckpointReader(whole), domain)
         for name, tensor in read_whole(whole, domain).items():
             pieces, row = [], 0
             for rank, part in enumerate(tensor.chunk(2) if tensor.dim() > 1 else [tensor]):

@@ -68,13 +68,15 @@ def test_a_loop_that_was_killed_ends_bit_for_bit_like_one_that_nobody_disturbed(
     straight, struck = tmp_path / "straight", tmp_path / "struck"
     train(straight)
     assert train(struck, DIE="5")[1] == -signal.SIGKILL
-    assert newest_checkpoint(struck).name == "step_000004"
+    # The save of step 4 runs beside step 5, and may have died with it.
+    before = newest_checkpoint(struck).name
+    assert before in ("step_000002", "step_000004")
     train(struck)
     found = compare(newest_checkpoint(straight), newest_checkpoint(struck))
     assert found.same, found.differing
-    assert found.num_files == 2 + 1 + 2  # a file a rank, what is common, and a shard each
+    assert (found.num_files, found.num_tensors > 20) == (0, True)
     manifest = read_manifest(newest_checkpoint(struck))
-    assert (manifest.name, manifest.parent, manifest.guest) == ("step_000009", "step_000004", "loop")
+    assert (manifest.name, manifest.parent, manifest.guest) == ("step_000009", before, "loop")
 
 
 class Alone:
@@ -196,7 +198,7 @@ def test_a_save_that_fails_is_said_and_the_loop_leaves_all_the_same(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("verl_slurm.loops.state_files.torch.save", full)
+    monkeypatch.setattr("verl_slurm.checkpoint.store.commit.begin", full)
     said: list[FromRank] = []
     monkeypatch.setattr(Agent, "heard", lambda self, heard=Agent.heard: said.extend(heard(self)) or said)
     with pytest.raises(SystemExit):

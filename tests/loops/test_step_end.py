@@ -20,6 +20,7 @@ from verl_slurm.checkpoint.store.loop_checkpoint import require_guest
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.loops import step_end
 from verl_slurm.loops.session import Session
+from verl_slurm.loops.verl_ppo_saves import Saves
 from verl_slurm.wire.messages import (
     PartSaved,
     RankNotice,
@@ -58,9 +59,8 @@ class Bench:
 
     def save(self, step: int, *, last: bool = False, why: str = WHY) -> object:
         name = f"global_step_{step}"
-        return self.saver.save(
-            step, name, metrics={"loss": 1.5}, why=why, last=last, write=self._writes(step, name)
-        )
+        store = self.saver.files(name, self._writes(step, name))
+        return self.saver.save(step, store, metrics={"loss": 1.5}, why=why, last=last)
 
     def _writes(self, step: int, name: str) -> Callable[[], None]:
         def write() -> None:
@@ -237,7 +237,7 @@ def test_without_a_run_the_framework_saves_as_it_does(tmp_path: Path) -> None:
     saver.begin(0, 2)
     saver.step_done(1, {})
     assert saver.asked() is None
-    assert saver.save(1, "global_step_1", metrics={}, why=WHY, write=lambda: wrote.append(1)) is None
+    Saves(saver).save(1, lambda: wrote.append(1))
     saver.end()
     assert wrote == [1]
 

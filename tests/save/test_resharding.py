@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import python_path
+from verl_slurm.checkpoint.store.reader import CheckpointReader
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.save.ranks.loader import read_index, read_whole
 
@@ -50,7 +51,7 @@ def _bits_by_dcp(directory: Path) -> dict[str, bytes]:
     for domain in DOMAINS:
         tensors = {
             name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-            for name, entry in read_index(directory, domain).tensors.items()
+            for name, entry in read_index(CheckpointReader(directory), domain).tensors.items()
         }
         dcp.load(tensors, storage_reader=CheckpointReaderForDCP(directory, domain), no_dist=True)
         for name, tensor in tensors.items():
@@ -70,6 +71,6 @@ def test_every_bit_survives_the_way_through_other_layouts(tmp_path: Path) -> Non
         assert verify(source).ok
         assert _bits(source) == expected, mesh
     assert _bits_by_dcp(tmp_path / "checkpoints/step_000002") == expected
-    index = read_index(tmp_path / "checkpoints/step_000002", "actor")
+    index = read_index(CheckpointReader(tmp_path / "checkpoints/step_000002"), "actor")
     assert max(len(entry.pieces) for entry in index.tensors.values()) == 4, "cut along both dimensions"
     assert {entry.dtype for entry in index.tensors.values()} == {"bfloat16"}

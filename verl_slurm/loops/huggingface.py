@@ -359,12 +359,11 @@ class VerlSlurmCallback(Served, TrainerCallback):
         step, last = state.global_step, state.global_step >= state.max_steps
         failure = self._saver.save(
             step,
-            f"checkpoint-{step}",
+            self._saver.files(f"checkpoint-{step}", seal=functools.partial(self._seal, step)),
             metrics=self._metrics,
             why=f"step {step} is one to save",
             last=last,
             began=self._began,
-            seal=functools.partial(self._seal, step),
         )
         # Earlier failures cost one save; without the last one the run has no result.
         if failure is not None and last:

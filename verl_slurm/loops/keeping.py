@@ -8,15 +8,20 @@ from contextlib import suppress
 
 from verl_slurm.base.errors import Fenced, VerlSlurmError
 from verl_slurm.base.fence import require_epoch
+from verl_slurm.base.keys import Keyring
+from verl_slurm.checkpoint.decide.best import Best
 from verl_slurm.checkpoint.decide.retention import ASSURED_KEPT, plan_prune
 from verl_slurm.checkpoint.decide.storage import Need, Room, need_of_next
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.commit import SavedCheckpoint
 from verl_slurm.checkpoint.store.medium import StorageWatch
 from verl_slurm.checkpoint.store.pruning import Removing, apply_prune
-from verl_slurm.checkpoint.store.verify import read_manifest
+from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.config.schema import CheckpointConfig
 from verl_slurm.loops.session import Session
+
+_FILES_PER_RANK = 8
+"""Of our own saver, which does not count them."""
 
 
 class Keeper:
@@ -24,10 +29,11 @@ class Keeper:
 
     Args:
         config: `checkpoint` of the run.
+        keys: what keeps older ones from being removed must be signed with one of them.
     """
 
-    def __init__(self, session: Session, config: CheckpointConfig) -> None:
-        self._session, self._config, self._paths = session, config, session.paths
+    def __init__(self, session: Session, config: CheckpointConfig, keys: Keyring | None) -> None:
+        self._session, self._config, self._paths, self._keys = session, config, session.paths, keys
         # Verified by the lead, or written and hashed by this start: retention may rely on these.
         self._assured = {session.resume.name} if session.resume is not None else set()
         self._removing = Removing()
@@ -50,13 +56,14 @@ class Keeper:
         """
         # Before the pruning: the plan must count the checkpoint that has just been committed.
         self._assured.add(done.name)
-        for notice in self._watch.saved(done.num_bytes, done.seconds, done.num_files):
+        num_files = done.num_files or _FILES_PER_RANK * self._session.world_size
+        for notice in self._watch.saved(done.num_bytes, done.seconds, num_files):
             self._session.notice(notice.text, topic="storage", loud=notice.loud)
         if not tidy:
             return
         try:
             self._prune()
-            need = need_of_next(done.num_bytes, done.num_files)
+            need = need_of_next(done.num_bytes, num_files)
             self._removing.leave_room(self._paths.checkpoints, need)
         # A fenced start has to end: the run and its checkpoints belong to a newer attempt.
         except Fenced:
@@ -79,6 +86,7 @@ class Keeper:
             list_checkpoints(self._paths),
             self._config.keep_last,
             keep_every=self._config.keep_every,
+            best=Best.of(self._config),
             # ASSURED_KEPT of these stay whatever `keep_last` says: a fresh save has not been read back yet.
             verified=self._assured,
             num_verified=ASSURED_KEPT,
@@ -88,6 +96,7 @@ class Keeper:
         apply_prune(
             self._paths,
             plan,
+            verifier=lambda path: verify(path, keys=self._keys),
             epoch_check=lambda: require_epoch(self._paths, epoch),
             remove=self._removing.remove,
         )

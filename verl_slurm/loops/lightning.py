@@ -329,7 +329,7 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
 
         if saver.saved_step != step or saver.request is not None:
             why = f"step {step} is one to save"
-            failure = saver.save(step, name, metrics=self._metrics, why=why, last=last, write=write)
+            failure = saver.save(step, saver.files(name, write), metrics=self._metrics, why=why, last=last)
             if failure is not None and last:
                 raise failure
         # At the end of the training the run is done, and must be reported so instead of stopped.

@@ -1,18 +1,20 @@
-"""Turns the state of a loop's objects into a plain tree, and restores them from it. Needs torch.
+"""Turns the state of a loop's objects into tensors by name and a plain tree, and restores them from both. Needs torch.
 
 Objects with `state_dict` and `load_state_dict` are state (models, optimizers, schedulers, scalers, StatefulDataLoader,
-samplers), and so is a `torch.Generator`. The tree consists of maps, lists, numbers, text and tensors. Anything else is
-refused by name before the first step, because it could only be pickled, and a pickle runs code.
+samplers), and so is a `torch.Generator`. Their state consists of maps, lists, numbers, text and tensors. Anything else
+is refused by name before the first step, because it could only be pickled, and a pickle runs code.
 
-A tree is split for disk: a mark replaces each tensor, which goes to one of three files. `sharded`: a DTensor (FSDP2,
-tensor parallel), of which each rank has a part. `common`: the same bits on every rank, written once. `own`: all others.
-Digests decide which tensors are common, not the model's wrapper. So a replica that has drifted, or batch statistics
-that each rank has for itself, are kept for each rank as they are.
+A tensor's name is its path in the tree (`model/layer.weight`), and a mark stands there in its place:
+
+```
+{_MARK: ["tensor", NAME]}         also of an array ("array") and of a DTensor ("sharded")
+{_MARK: ["tensor", NAME, DTYPE, SHAPE]}   of a type that no checkpoint has (`tensor_index.DTYPE_BYTES`): its bytes
+{_MARK: ["tuple", [...]]}         a list would come back
+{_MARK: ["int", "0x1f..."]}       of more than 64 bits, as NumPy's generators have
+```
 """
 
-import hashlib
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,9 +25,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from verl_slurm.base.errors import ConfigError
+from verl_slurm.checkpoint.format.tensor_index import DTYPE_BYTES
 
 _MARK = "__verl_slurm__"
-"""Key of a map that stands for a tensor elsewhere: {_MARK: `common`, `own` or `sharded`, `path`: ...}."""
 _FRESH = "not stepped yet"
 _PLAIN = (bool, int, float, type(None))
 
@@ -40,10 +42,26 @@ class Stateful(Protocol):
 
 @dataclass
 class Leaves:
-    """The tensors of a tree, by path (`model/layer.weight`)."""
+    """The tensors of a tree, by name."""
 
     plain: dict[str, torch.Tensor] = field(default_factory=dict)
     sharded: dict[str, DTensor] = field(default_factory=dict)
+    _names: dict[tuple[object, ...], str] = field(default_factory=dict)
+
+    def name(self, tensor: torch.Tensor, path: str) -> str:
+        """Adds a plain tensor; returns its name: of those that share memory, the first one's path."""
+        # Tied weights are in a state dict under each of their names.
+        memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+        name = self._names.setdefault(memory, path) if tensor.numel() else path
+        if name == path:
+            self.require_new(path)
+            self.plain[path] = tensor
+        return name
+
+    def require_new(self, path: str) -> None:
+        """Refuses a path for the second time: `{"a/b": ..., "a": {"b": ...}}`."""
+        if path in self.plain or path in self.sharded:
+            raise ConfigError("a state has two tensors of one name", where=path)
 
 
 class Objects:
@@ -160,145 +178,116 @@ def misfit(where: object, found: object, expected: object = None) -> ConfigError
 
 
 def split(tree: Any) -> tuple[Any, Leaves]:
-    """Returns a tree with marks in place of its tensors, and the tensors.
+    """Returns a tree of plain data with marks in place of its tensors, and the tensors.
 
     Raises:
         ConfigError: it holds something that would have to be pickled.
     """
     leaves = Leaves()
-    return _mark(tree, "", leaves), leaves
+    return _marked(tree, "", leaves), leaves
 
 
-def digests(leaves: Leaves) -> list[bytes]:
-    """Returns the digest of each plain tensor, in the order of their paths: place, type, shape and bits."""
-    return [_digest(path, tensor) for path, tensor in sorted(leaves.plain.items())]
+def sharded_names(tree: Any) -> set[str]:
+    """Returns the names of the DTensors that a tree of `split` has marks of."""
+    if isinstance(tree, dict) and (mark := tree.get(_MARK)):
+        return {mark[1]} if mark[0] == "sharded" else sharded_names(mark[1])
+    if isinstance(tree, dict | list):
+        values = tree.values() if isinstance(tree, dict) else tree
+        return set().union(*map(sharded_names, values))
+    return set()
 
 
-def settle(marked: Any, leaves: Leaves, alike: Sequence[bool]) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """Returns the tree whose marks say in which file each plain tensor is, and the tensors for `common` and for `own`.
-
-    Args:
-        alike: in the order of `digests`, which of them are the same on every rank.
-    """
-    files: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
-    # The order of `digests`: both sort by path, so flag and tensor belong together.
-    for (path, tensor), is_common in zip(sorted(leaves.plain.items()), alike, strict=True):
-        files[0 if is_common else 1][path] = _detached(tensor)
-    common, own = files
-    return _say_where(marked, common), common, own
-
-
-def sharded_paths(marked: Any) -> Iterator[str]:
-    """Lists the paths of the marks that stand for a DTensor."""
-    if isinstance(marked, dict) and marked.get(_MARK) == "sharded":
-        yield marked["path"]
-    elif isinstance(marked, dict | list | tuple):
-        for value in marked.values() if isinstance(marked, dict) else marked:
-            yield from sharded_paths(value)
-
-
-def join(marked: Any, common: Mapping[str, Any], own: Mapping[str, Any], sharded: Mapping[str, Any]) -> Any:
-    """Rebuilds the tree.
+def join(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Rebuilds what was given to `split`.
 
     Raises:
-        ConfigError: a mark has no tensor: the objects are now sharded in another way.
+        ConfigError: a mark has no tensor.
     """
-    files = {"common": common, "own": own, "sharded": sharded}
-    if isinstance(marked, dict):
-        if _MARK not in marked:
-            return {key: join(value, common, own, sharded) for key, value in marked.items()}
-        found = files.get(marked[_MARK], {}).get(marked["path"])
-        if found is None:
-            raise misfit(marked["path"], f"nothing in {marked[_MARK]}")
+    if isinstance(tree, dict):
+        if _MARK not in tree:
+            return {key: join(value, tensors) for key, value in tree.items()}
+        kind, what, *stored = tree[_MARK]
+        if kind == "tuple":
+            return tuple(join(value, tensors) for value in what)
+        if kind == "int":
+            return int(what, 0)
+        if what not in tensors:
+            raise misfit(what, "no such tensor")
+        tensor = tensors[what]
+        if stored:
+            tensor = tensor.view(getattr(torch, stored[0])).reshape(stored[1])
         # Restored as it was given: a state_dict that had an array may call NumPy's methods on it.
-        return found.numpy() if marked.get("numpy") else found
-    if isinstance(marked, list):
-        return [join(value, common, own, sharded) for value in marked]
-    if isinstance(marked, tuple):
-        return tuple(join(value, common, own, sharded) for value in marked)
-    return marked
+        return tensor.numpy() if kind == "array" else tensor
+    if isinstance(tree, list):
+        return [join(value, tensors) for value in tree]
+    return tree
 
 
-def _mark(value: Any, path: str, leaves: Leaves) -> Any:
-    """Replaces tensors by marks, and interns texts. A pickle stores a repeated text object in few bytes, so without
-    interning the same state would have other bytes in a process that has loaded it.
-    """
-    # Before Tensor, of which DTensor is a subclass: its digest and its file would hold this rank's part alone.
+def _marked(value: Any, path: str, leaves: Leaves) -> Any:
+    # Before Tensor, of which DTensor is a subclass: each rank has a part of it.
     if isinstance(value, DTensor):
+        if _dtype_name(value) not in DTYPE_BYTES:
+            raise _refused(path, f"a DTensor of {value.dtype}")
+        leaves.require_new(path)
         leaves.sharded[path] = value
-        return {_MARK: "sharded", "path": path}
+        return {_MARK: ["sharded", path]}
     if isinstance(value, torch.Tensor):
-        leaves.plain[path] = value
-        return {_MARK: "plain", "path": path}
-    # An array of objects can be stored by a pickle alone. A copy: `from_numpy` shares memory, and may be read-only.
-    if isinstance(value, np.ndarray) and value.dtype.hasobject is False:
-        leaves.plain[path] = torch.from_numpy(value.copy())
-        return {_MARK: "plain", "path": path, "numpy": True}
-    # `weights_only=True` refuses NumPy's scalars at the resume.
+        return _marked_tensor("tensor", value, path, leaves)
+    if isinstance(value, np.ndarray):
+        try:
+            # A copy: `from_numpy` shares memory, and may be read-only.
+            return _marked_tensor("array", torch.from_numpy(value.copy()), path, leaves)
+        except (TypeError, ValueError):  # of objects, of text, of another byte order
+            raise _refused(path, f"an array of {value.dtype}") from None
     if isinstance(value, np.generic):
-        return value.item()
+        value = value.item()
     if isinstance(value, str):
-        return sys.intern(str(value))
-    # Exact types: a subclass of int or float would be pickled by its class.
+        return str(value)
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        return {_MARK: ["int", hex(value)]}
+    # Exact types: a subclass of int or float would come back as another type.
     if type(value) in _PLAIN:
         return value
     if isinstance(value, Mapping):
         _require_keys(value, path)
         return {
-            (sys.intern(key) if isinstance(key, str) else key): _mark(
-                inner, f"{path}/{key}" if path else str(key), leaves
-            )
-            for key, inner in value.items()
+            key: _marked(inner, f"{path}/{key}" if path else str(key), leaves) for key, inner in value.items()
         }
     # Exact types: a named tuple would need its class at the resume.
     if type(value) in (list, tuple):
-        marked = [_mark(inner, f"{path}/{at}", leaves) for at, inner in enumerate(value)]
-        return marked if isinstance(value, list) else tuple(marked)
-    raise ConfigError(
+        items = [_marked(inner, f"{path}/{at}", leaves) for at, inner in enumerate(value)]
+        return items if isinstance(value, list) else {_MARK: ["tuple", items]}
+    raise _refused(path, type(value).__name__)
+
+
+def _marked_tensor(kind: str, tensor: torch.Tensor, path: str, leaves: Leaves) -> dict[str, Any]:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise _refused(path, f"a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}")
+    stored = []
+    if (dtype := _dtype_name(tensor)) not in DTYPE_BYTES:
+        stored = [dtype, list(tensor.shape)]
+        tensor = tensor.reshape(-1).view(torch.uint8)
+    return {_MARK: [kind, leaves.name(tensor, path), *stored]}
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _refused(path: str, found: str) -> ConfigError:
+    return ConfigError(
         "a state holds what cannot be saved without a pickle",
         where=path,
-        found=type(value).__name__,
+        found=found,
         expected="maps, lists, numbers, text and tensors",
         remedy="leave it out of state_dict(), or turn it into one of these",
     )
 
 
 def _require_keys(value: Mapping[Any, Any], path: str) -> None:
-    """Refuses two keys that give the same path: 1 and `1`, or a key with a slash in it."""
+    """Refuses two keys that give the same path: 1 and `1`."""
     names = [str(key) for key in value]
-    # Exact types, as for values: any other key would need its class at the resume.
+    # Exact types: any other key would need its class at the resume.
     strange = [key for key in value if type(key) not in (str, int)]
     if strange or len(set(names)) != len(names) or _MARK in names:
         raise ConfigError("a state has keys that cannot be saved", where=path, found=strange or names[:5])
-
-
-def _say_where(marked: Any, common: Iterable[str]) -> Any:
-    """Replaces `plain` by `common` or `own`."""
-    if isinstance(marked, dict):
-        if marked.get(_MARK) == "plain":
-            return marked | {_MARK: "common" if marked["path"] in common else "own"}
-        return {key: _say_where(value, common) for key, value in marked.items()}
-    if isinstance(marked, list):
-        return [_say_where(value, common) for value in marked]
-    if isinstance(marked, tuple):
-        return tuple(_say_where(value, common) for value in marked)
-    return marked
-
-
-def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor on the CPU, with no more of its storage than it uses: `torch.save` writes whole storages."""
-    here = tensor.detach().cpu().contiguous()
-    # A view into a large flat buffer would bring the whole buffer along.
-    return here.clone() if here.untyped_storage().nbytes() != here.nbytes else here
-
-
-def _digest(path: str, tensor: torch.Tensor) -> bytes:
-    """Returns the digest of place, type, shape and bits."""
-    here = tensor.detach().cpu().contiguous()
-    # Type and shape besides the bits: zeros of two shapes have the same bytes.
-    head = f"{path}|{here.dtype}|{tuple(here.shape)}|{tensor.device.type}|".encode()
-    found = hashlib.sha256(head)
-    if here.numel():
-        # As bytes: NumPy has no bfloat16 and no float8.
-        found.update(here.reshape(-1).view(torch.uint8).numpy().data)
-    return found.digest()

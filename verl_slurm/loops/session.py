@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from verl_slurm.base.errors import ConfigError, VerlSlurmError, restart_may_help, underlying
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
@@ -45,12 +45,16 @@ from verl_slurm.wire.messages import (
     RankSaved,
     RankSaveFailed,
     RankStarted,
+    SavedOnNodes,
     SaveRequest,
     SaveStarted,
     Stopped,
     Topic,
 )
 from verl_slurm.wire.stacks import answer_with_stacks
+
+if TYPE_CHECKING:  # a session is opened before anything that takes time to import
+    from verl_slurm.checkpoint.store.commit import SavedCheckpoint
 
 LAST_TRIES_S = (1.0, 5.0, 15.0)
 """Pauses before the last save is tried again. Storage that fails for longer costs a restart, which waits, too."""
@@ -286,6 +290,22 @@ class Session:
                 reason=reason[:MAX_REASON],
             )
             self.line.send(said)
+
+    def saved_on_nodes(self, request_id: int, done: "SavedCheckpoint") -> None:
+        """Reports that the nodes' disks have the checkpoint, independent of its outcome on shared storage. From any
+        thread.
+        """
+        # The daemon keeps it as the answer, in case shared storage never gets the save.
+        if self.rank == 0:
+            self.line.send(
+                SavedOnNodes(
+                    rank=0,
+                    request_id=request_id,
+                    name=done.name,
+                    seconds=done.seconds,
+                    num_bytes=done.num_bytes,
+                )
+            )
 
     def save_failed(self, request_id: int, reason: str) -> None:
         """Reports that the save failed, the final answer to the request: the previous checkpoint counts."""

@@ -114,7 +114,11 @@ class Saves:
 
     def _save(self, step: int, write: Callable[[], None]) -> None:
         name, last = guest_directory("verl", step), step >= self._total
-        self.saver.save(step, name, metrics=self._metrics, why="trainer.save_freq", last=last, write=write)
+        if not self.saver.session.has_run:
+            write()  # where verl itself does
+            return
+        store = self.saver.files(name, write)
+        self.saver.save(step, store, metrics=self._metrics, why="trainer.save_freq", last=last)
 
 
 def last_words(saver: StepEndSaver, *, step: int, total: int, began: int) -> None:

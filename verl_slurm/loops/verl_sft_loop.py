@@ -136,7 +136,7 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
 
         # Each rank hashes what it wrote: the pages are in its node's cache, and the work is shared.
         seal, why = partial(seal_own, saver.work, shards), "trainer.save_freq"
-        saver.save(step, name, metrics=self._metrics, why=why, last=last, write=write, seal=seal)
+        saver.save(step, saver.files(name, write, seal), metrics=self._metrics, why=why, last=last)
 
 
 def _seed(seed: int) -> None:

@@ -1,8 +1,8 @@
 """Compares two checkpoints bit for bit, in a process of its own, because the comparison needs torch.
 
 `verl_slurm.save.ranks.compare` verifies both before it opens them, then compares every tensor of models and optimizers
-and the runtime state of every rank. For a guest's checkpoint (`format.Guest`) the files themselves are compared, here
-and without torch.
+and the runtime state of every rank. Where a framework wrote the files, the files themselves are compared, here and
+without torch.
 """
 
 import os
@@ -35,7 +35,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     differing: list[str]
     """Names of the tensors and states that differ; empty: all are the same."""
     num_files: int = 0
-    """Number of files compared byte by byte, for guests' checkpoints; `differing` then names files."""
+    """Number of files compared byte by byte, where a framework wrote them; `differing` then names files."""
 
     @property
     def same(self) -> bool:
@@ -74,7 +74,7 @@ def compare(a: Path, b: Path, key_file: Path | None = None) -> Comparison:
         ConfigError: they come from two kinds of loops.
         VerlSlurmError: the comparison itself failed, or a package is missing.
     """
-    # Before torch is asked for: files of a guest are compared without it.
+    # Before torch is asked for: files of a framework are compared without it.
     if guests := [manifest for side in (a, b) if (manifest := _of_a_guest(side)) is not None]:
         return _compare_guests(a, b, guests)
     require_packages("torch", "numpy", wanted_by="comparing tensors")
@@ -111,13 +111,13 @@ def torch_environment() -> Iterator[dict[str, str]]:
 
 
 def _of_a_guest(directory: Path) -> Manifest | None:
-    """Returns its manifest, if a guest saved it. None also if it cannot be read: the comparison then tells why."""
+    """Returns its manifest, if a framework wrote its files. None also if it cannot be read: the comparison tells why."""
     try:
         manifest = read_manifest(directory)
     # Not judged here: the comparing process verifies both and names the fault.
     except (OSError, VerlSlurmError):
         return None
-    return None if manifest.guest is msgspec.UNSET else manifest
+    return None if manifest.guest is msgspec.UNSET or manifest.domains else manifest
 
 
 def _compare_guests(a: Path, b: Path, manifests: list[Manifest]) -> Comparison:

@@ -13,7 +13,6 @@ from verl_slurm.checkpoint.format.encryption import CheckpointCipher
 from verl_slurm.checkpoint.format.specification import (
     GUEST_FILES,
     MANIFEST,
-    REQUIRED_DIRECTORIES,
     FileEntry,
     Manifest,
 )
@@ -104,10 +103,8 @@ def read_indexes(
 
     An index that is too large for a look (`bounded.SHOWN_INDEX`) is represented by its entry in the manifest.
     """
-    if manifest.guest is not msgspec.UNSET:
-        return {}  # under any directory names
     found: dict[str, TensorIndex | FileEntry] = {}
-    for domain in REQUIRED_DIRECTORIES:
+    for domain in manifest.domains:
         path = f"{domain}/{INDEX}"
         entry = entry_named(manifest, path)
         if entry is None:

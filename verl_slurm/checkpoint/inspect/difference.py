@@ -107,8 +107,8 @@ def _tensors(indexes: Mapping[str, TensorIndex | FileEntry]) -> dict[str, object
 
 
 def _own_files(manifest: Manifest) -> dict[str, object]:
-    """Names the files of a guest's checkpoint; their content belongs to that loop."""
-    if manifest.guest is msgspec.UNSET:
+    """Names the files that a framework wrote; their content belongs to it."""
+    if manifest.guest is msgspec.UNSET or manifest.domains:
         return {}
     # Sizes, not digests: content is `inspect.compare`'s, and some of these files differ in any two saves.
     return {entry.path: f"{entry.size} bytes" for entry in manifest.files if "/" in entry.path}

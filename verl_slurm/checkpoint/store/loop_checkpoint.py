@@ -102,7 +102,7 @@ def commit_tree(
         # Renamed, not copied: the work directory lies on the same file system, and a copy would double the save's time.
         for name, source in parts.items():
             _move(source, staging.directory / name)
-        for name, data in (_small_files(paths, save) | dict(texts or {})).items():
+        for name, data in (small_files(paths, save) | dict(texts or {})).items():
             write_file(staging.directory / name, data)
         # Each rank has sealed its own files side by side; one rank alone would hash the whole checkpoint.
         known = {entry.path: entry for entry in sealed}
@@ -219,7 +219,8 @@ def _move(source: Path, target: Path) -> None:
         ) from error
 
 
-def _small_files(paths: RunPaths, save: LoopSave) -> dict[str, bytes]:
+def small_files(paths: RunPaths, save: LoopSave) -> dict[str, bytes]:
+    """Returns the files of `GUEST_FILES`. Reads the run's configuration."""
     metadata = {
         **save.metadata,
         "step": save.step,

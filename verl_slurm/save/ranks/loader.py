@@ -71,22 +71,13 @@ def read_tensors(
 ) -> None:
     """As `load_tensors`, where more is read of the checkpoint: each reader parses its manifest."""
     # Every rank checks for itself against the same files, so all refuse or none.
-    indexes = {domain: _index(reader, domain) for domain in domains}
+    indexes = {domain: read_index(reader, domain) for domain in domains}
     _check_names(reader, indexes, domains, ranks)
     for domain, tensors in domains.items():
         _check(reader.directory / domain, indexes[domain], tensors)
     parts = [part for domain in domains for part in _parts(domain, indexes[domain].tensors, domains[domain])]
     # Together: storage may fail for one rank alone, and the others would train on without it.
     ranks.together("reading tensors", lambda: read_parts(reader, parts, near))
-
-
-def read_index(directory: Path, domain: str, keys: Keyring | None = None) -> TensorIndex:
-    """Which tensors a domain holds and where, its bytes checked against the manifest.
-
-    Raises:
-        CheckpointCorrupt: they are not what the manifest says.
-    """
-    return _index(CheckpointReader(directory, keys), domain)
 
 
 def read_whole(
@@ -114,7 +105,7 @@ class WholeReader:
 
     def __init__(self, directory: Path, domain: str, keys: Keyring | None = None) -> None:
         self.reader, self._domain = CheckpointReader(directory, keys), domain
-        self.index = _index(self.reader, domain)
+        self.index = read_index(self.reader, domain)
 
     def read(self, names: Collection[str] | None = None) -> Tensors:
         """As `read_whole`."""
@@ -145,11 +136,18 @@ def load_runtime_state(
     return read_runtime_state(CheckpointReader(directory, keys), rank, world_size)
 
 
-def read_runtime_state(reader: CheckpointReader, rank: int, world_size: int) -> RuntimeState:
-    """As `load_runtime_state`, where several files of one checkpoint are read."""
-    path = reader.directory / runtime_state_name(rank)
+def read_runtime_state(
+    reader: CheckpointReader, rank: int, world_size: int, *, below: str = ""
+) -> RuntimeState:
+    """As `load_runtime_state`, where several files of one checkpoint are read.
+
+    Args:
+        below: a directory of the checkpoint; empty: its own.
+    """
+    name = f"{below}/{runtime_state_name(rank)}".lstrip("/")
+    path = reader.directory / name
     # Its digest is checked by the reader before a byte of it is decompressed.
-    state = decode(reader.read(path.name), where=path)
+    state = decode(reader.read(name), where=path)
     # The manifest's digest vouches for the bytes, and the file's name is no proof of whose they are.
     if (state.rank, state.world_size) != (rank, world_size):
         raise _unfit(path, f"rank {state.rank} of {state.world_size}", f"rank {rank} of {world_size}")
@@ -226,7 +224,12 @@ class Part:
         return self.target.element_size() * torch.Size(self.overlap.rows).numel()
 
 
-def _index(reader: CheckpointReader, domain: str) -> TensorIndex:
+def read_index(reader: CheckpointReader, domain: str) -> TensorIndex:
+    """Which tensors a domain holds and where, its bytes checked against the manifest.
+
+    Raises:
+        CheckpointCorrupt: they are not what the manifest says.
+    """
     where = reader.directory / domain / INDEX
     index = parse_index(reader.read(f"{domain}/{INDEX}"), where=where)
     # Most runs lie in the same files, which are looked up once.

@@ -19,7 +19,7 @@ import msgspec
 
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.components import Components
-from verl_slurm.checkpoint.format.specification import Algorithm, FileEntry, Manifest, Topology
+from verl_slurm.checkpoint.format.specification import Algorithm, FileEntry, Guest, Manifest, Topology
 from verl_slurm.checkpoint.store.commit import SavedCheckpoint, StagingDirectory
 from verl_slurm.checkpoint.store.local_copy import LocalPart
 from verl_slurm.config.roles import ROLES, Role
@@ -101,6 +101,7 @@ class Provenance:
     topology: Topology
     trained: tuple[Role, ...] = ROLES
     algorithm: Algorithm | msgspec.UnsetType = msgspec.UNSET
+    guest: Guest | msgspec.UnsetType = msgspec.UNSET
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,6 +266,7 @@ def manifest_of(
         # Left out where it says the default.
         trained=msgspec.UNSET if provenance.trained == ROLES else provenance.trained,
         algorithm=provenance.algorithm,
+        guest=provenance.guest,
         frozen={**provenance.frozen, **save.contents.frozen},
         # For people, and for the `keep_days` of tiers: checkpoints are not ordered by a clock.
         created_utc=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
