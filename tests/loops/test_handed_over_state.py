@@ -14,7 +14,7 @@ import torch
 import verl_slurm
 from tests.hostile.resealed import put
 from verl_slurm.base.errors import VerlSlurmError
-from verl_slurm.loops.state_files import MAX_TREE_BYTES
+from verl_slurm.loops.loop_state import MAX_TREE_BYTES
 from verl_slurm.runtime_state.codec import decode, encode
 
 pytestmark = [pytest.mark.torch, pytest.mark.scenario("SEC18")]

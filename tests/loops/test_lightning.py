@@ -15,7 +15,6 @@ from tests.fakes.daemon import Daemon
 from tests.loops.frames_kit import Run, save, stop
 from verl_slurm.base.errors import ConfigError, DataError
 from verl_slurm.checkpoint.store.verify import verify
-from verl_slurm.loops.stateful_data import ResumableDataLoader
 from verl_slurm.wire.messages import Finished, RankNotice, RankSaved, SaveStarted
 
 pytestmark = [
@@ -31,7 +30,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, Mod
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 from lightning.pytorch.plugins.environments import SLURMEnvironment  # noqa: E402
 
-from verl_slurm.loops.lightning import VerlSlurmCheckpoint  # noqa: E402
+from verl_slurm.loops.lightning import ResumableDataLoader, VerlSlurmCheckpoint  # noqa: E402
 from verl_slurm.loops.session import Session  # noqa: E402
 from verl_slurm.wire.client import NoDaemon  # noqa: E402
 

@@ -30,14 +30,13 @@ import msgspec
 
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.fence import require_epoch, take_epoch
-from verl_slurm.base.files import private_dir, require_safe_way, write_file
+from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.decide.best import metrics_of
 from verl_slurm.checkpoint.format.specification import Topology
 from verl_slurm.checkpoint.format.state_schema import current_schema
 from verl_slurm.checkpoint.store.commit import SavedCheckpoint, sweep
-from verl_slurm.checkpoint.store.local_copy import local_directory, this_node
 from verl_slurm.checkpoint.store.loop_checkpoint import LoopSave, require_guest, small_files, sweep_work
 from verl_slurm.checkpoint.store.lost import former_checkpoint, gone_back, lost_error
 from verl_slurm.checkpoint.store.reader import CheckpointReader
@@ -45,11 +44,10 @@ from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.checkpoint.store.run_config import keys_for
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config.load import dump, load_own
-from verl_slurm.config.schema import CheckpointConfig, RunConfig
+from verl_slurm.config.schema import RunConfig
 from verl_slurm.dataset.fingerprint import data_record as fingerprint
-from verl_slurm.loops.object_states import Objects
+from verl_slurm.loops.loop_state import Objects, load_state, take_state, taken
 from verl_slurm.loops.session import Session
-from verl_slurm.loops.state_files import load_state, take_state, taken
 from verl_slurm.loops.step_end import StepEndSaver, own_ranks
 from verl_slurm.save.ranks import rng
 from verl_slurm.save.ranks.collective import RanksFailed
@@ -207,7 +205,7 @@ class LoopRun:
                 remedy="go on with the loop that wrote it, or start with checkpoint.resume_from=null",
             )
         paths = self._session.paths
-        local = _local_place(load_own(paths.run_yaml).checkpoint, paths)
+        local = LocalPlace.of(load_own(paths.run_yaml).checkpoint, paths, _local_rank())
         near = None if local is None else local.directory / directory.name
         # Parsed on each rank: a missing key is told by all of them.
         reader = self._ranks.together(
@@ -356,19 +354,13 @@ class LoopRun:
             self._ranks.together("starting the save", provenance),
             self._ranks,
             epoch_check=lambda: require_epoch(paths, session.epoch),
-            local=_local_place(config, paths),
+            local=LocalPlace.of(config, paths, _local_rank()),
             encryption=config.encryption,
         )
 
 
-def _local_place(config: CheckpointConfig, paths: RunPaths) -> LocalPlace | None:
-    """Returns where this node keeps its second copy; None: nowhere."""
-    directory = local_directory(config.local_dir, paths, this_node())
-    if directory is None:
-        return None
-    require_safe_way(directory, "checkpoint.local_dir")  # the node's directory is not the login node's
-    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    return LocalPlace(directory=directory, is_first=is_first, keep=config.local_keep)
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def _complain(text: str) -> None:

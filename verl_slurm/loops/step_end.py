@@ -27,22 +27,28 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import msgspec
 import torch.distributed as dist
 
-from verl_slurm.base.errors import ConfigError, Fenced
-from verl_slurm.base.keys import load_keys
+from verl_slurm.base.errors import ConfigError, Fenced, VerlSlurmError
+from verl_slurm.base.fence import require_epoch
+from verl_slurm.base.keys import Keyring, load_keys
+from verl_slurm.checkpoint.decide.notice import LoudNotice
+from verl_slurm.checkpoint.decide.storage import Need, Room, need_of_next
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.checkpoint.format.specification import FileEntry, Guest, guest_directory
 from verl_slurm.checkpoint.store import commit as door
 from verl_slurm.checkpoint.store.commit import SavedCheckpoint
 from verl_slurm.checkpoint.store.loop_checkpoint import LoopSave, clear_work, commit_tree
+from verl_slurm.checkpoint.store.medium import StorageWatch
+from verl_slurm.checkpoint.store.pruning import Removing, prune_as_configured
+from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.config.load import load_own
 from verl_slurm.config.schema import CheckpointConfig
-from verl_slurm.loops.keeping import Keeper
 from verl_slurm.loops.session import LAST_TRIES_S, Session
 from verl_slurm.save.ranks.collective import Collective, RanksFailed
 from verl_slurm.wire.messages import SaveRequest
@@ -113,6 +119,91 @@ class ReachWatch:
         # A poll: the page is plain memory, and no event wakes this thread when the agent writes to it.
         while not self._over.wait(self._every_s):
             self.look()
+
+
+_FILES_PER_RANK = 8
+"""Of our own saver, which does not count them."""
+
+
+class _Keeper:
+    """Keeps a loop's checkpoints in bounds, and looks whether the next one will fit. On rank 0.
+
+    Args:
+        config: `checkpoint` of the run.
+        keys: what keeps older ones from being removed must be signed with one of them.
+    """
+
+    def __init__(self, session: Session, config: CheckpointConfig, keys: Keyring | None) -> None:
+        self._session, self._config, self._keys = session, config, keys
+        # Verified by the lead, or written and hashed by this start: retention may rely on these.
+        self._assured = {session.resume.name} if session.resume is not None else set()
+        self._removing = Removing()
+        self._watch = StorageWatch("shared storage", session.paths.checkpoints, estimate=_first_need(session))
+
+    def before_save(self) -> Room | None:
+        """Returns whether the file system has room for the next save; reports a change."""
+        self._tell(self._watch.before_save())
+        return self._watch.room
+
+    def saved(self, done: SavedCheckpoint, *, tidy: bool = True) -> None:
+        """A checkpoint is committed: let older ones go. Never raises for what cannot be removed.
+
+        Args:
+            tidy: False: the job ends, and the next start will do it.
+
+        Raises:
+            Fenced: a newer attempt owns the run.
+        """
+        # Before the pruning: the plan must count the checkpoint that has just been committed.
+        self._assured.add(done.name)
+        num_files = done.num_files or _FILES_PER_RANK * self._session.world_size
+        self._tell(self._watch.saved(done.num_bytes, done.seconds, num_files))
+        if not tidy:
+            return
+        try:
+            self._prune()
+            need = need_of_next(done.num_bytes, num_files)
+            self._removing.leave_room(self._session.paths.checkpoints, need)
+        # A fenced start has to end: the run and its checkpoints belong to a newer attempt.
+        except Fenced:
+            raise
+        except OSError as error:
+            self._session.notice(f"older checkpoints cannot be removed: {error}", topic="storage", loud=True)
+
+    def failed(self, reason: str) -> None:
+        """Records a failed save."""
+        self._tell(self._watch.failed(reason))
+
+    def close(self) -> None:
+        """Waits until all that is let go is removed."""
+        self._removing.close()
+
+    def _tell(self, notices: Sequence[LoudNotice]) -> None:
+        for notice in notices:
+            self._session.notice(notice.text, topic="storage", loud=notice.loud)
+
+    def _prune(self) -> None:
+        session = self._session
+        # Checked at each removal: a process that slept since its plan must not remove what a newer attempt resumes
+        # from.
+        prune_as_configured(
+            session.paths,
+            self._config,
+            assured=self._assured,
+            keys=self._keys,
+            removing=self._removing,
+            epoch_check=lambda: require_epoch(session.paths, session.epoch),
+        )
+
+
+def _first_need(session: Session) -> Need:
+    """Estimates the size of the first save from the resumed checkpoint."""
+    if session.resume is not None:
+        # An estimate for a warning: a checkpoint that is gone by now is no reason to fail.
+        with suppress(OSError, VerlSlurmError):
+            manifest = read_manifest(session.resume)
+            return need_of_next(manifest.num_bytes, len(manifest.files))
+    return need_of_next(0, 1, basis="an estimate")
 
 
 Store = Callable[[LoopSave, SaveRequest | None], Callable[[], SavedCheckpoint]]
@@ -190,7 +281,7 @@ class StepEndSaver:
         # The agents write the request at different moments; without agreement ranks would save at different steps.
         self._stopper = Stopper(session.line, ranks.max)
         self._watch: ReachWatch | None = None
-        self._keeper: Keeper | None = None
+        self._keeper: _Keeper | None = None
         if session.has_run:
             self.work = session.paths.work(session.epoch)
             config = load_own(session.paths.run_yaml)
@@ -208,7 +299,7 @@ class StepEndSaver:
             self.checkpoint, self.every_steps = config.checkpoint, config.checkpoint.every_steps
             # Rank 0 alone removes checkpoints and looks for room: the plan is one for the run, not one per rank.
             keys = load_keys(config.checkpoint.encryption)
-            self._keeper = Keeper(session, config.checkpoint, keys) if session.rank == 0 else None
+            self._keeper = _Keeper(session, config.checkpoint, keys) if session.rank == 0 else None
             # Collective, so no rank writes before the remains of a dead start are gone: they could mix with its
             # files.
             ranks.first_does("preparing to save", lambda: clear_work(session.paths, session.epoch))

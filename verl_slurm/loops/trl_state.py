@@ -6,7 +6,7 @@ alone, a resume samples the prompts of the running cycle again and counts its cy
 later epoch in the order of the first one: the generator of its sampler starts anew.
 
 ```
-guest/trl/              in the Trainer's own directory, as `state_files` writes it: `trainer`, and `reference` where the
+guest/trl/              in the Trainer's own directory, as `loop_state` writes it: `trainer`, and `reference` where the
                         reference model follows the policy (sync_ref_model)
 ```
 
@@ -37,8 +37,7 @@ import torch
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.checkpoint.format.specification import FileEntry
 from verl_slurm.checkpoint.store.reader import CheckpointReader
-from verl_slurm.loops.object_states import Objects, split
-from verl_slurm.loops.state_files import load_state, write_state
+from verl_slurm.loops.loop_state import Objects, load_state, split, write_state
 from verl_slurm.save.ranks.collective import Collective
 
 _DIRECTORY = "trl"

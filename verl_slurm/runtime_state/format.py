@@ -34,7 +34,7 @@ msgspec, and both times msgpack (the C extension of msgpack-python) must read th
 
 A record with `StateHead` as its fields. Arrays are named `rollouts.NAME`, `rewards.NAME` and `loop.NAME`.
 `codec.decode` turns it into `RuntimeState`. Of a loop that is not ours it has position, generators and `loop.tree`
-(`loops.state_files`); the rest is zero.
+(`loops.loop_state`); the rest is zero.
 
 ## 3. epoch_000003.rank_0000.ledger
 

@@ -29,7 +29,7 @@ schema_version.json, metadata.json and config.yaml, and is of a whole step. Besi
     guest/                            tensors that all ranks have alike, and those that they share: `index.json` and
                                       `rank_NNNN.bin`, as actor/
     guest/own/                        tensors that a rank has for itself, by `NNNN/NAME`; the same
-    runtime_state.rank_0000.msgpack.zst   one a rank, with the rest of its state as a tree (`loops/state_files.py`)
+    runtime_state.rank_0000.msgpack.zst   one a rank, with the rest of its state as a tree (`loops/loop_state.py`)
 ```
 
 and one that a framework wrote itself, a directory with its files as they are:

@@ -111,7 +111,7 @@ def torch_environment() -> Iterator[dict[str, str]]:
 
 
 def _of_a_guest(directory: Path) -> Manifest | None:
-    """Returns its manifest, if a framework wrote its files. None also if it cannot be read: the comparison tells why."""
+    """Returns its manifest, if a framework wrote its files. None also if it cannot be read: that is told later."""
     try:
         manifest = read_manifest(directory)
     # Not judged here: the comparing process verifies both and names the fault.

@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from tests.save.nodes import Ranks
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.loops.object_states import Objects, join, split
-from verl_slurm.loops.state_files import MAX_TREE_BYTES, common_of, taken
+from verl_slurm.loops.loop_state import MAX_TREE_BYTES, Objects, common_of, join, split, taken
 
 pytestmark = pytest.mark.torch
 
