@@ -5,7 +5,7 @@ daemon (`Session.has_daemon`) a callback leaves the framework alone, and no save
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NoReturn, Self, TypeVar
 
@@ -152,3 +152,17 @@ class Served:
         saver, self._saver = self._saver, None
         if saver is not None:
             saver.close(broken=broken)
+
+
+def require_served(unserved: Iterable[tuple[object, str, str]]) -> None:
+    """Refuses settings that a daemon cannot serve.
+
+    Args:
+        unserved: for each, whether it is set, how, and what to do.
+
+    Raises:
+        ConfigError: one is.
+    """
+    for is_set, found, remedy in unserved:
+        if is_set:
+            raise ConfigError("the Trainer is set to what a daemon cannot serve", found=found, remedy=remedy)

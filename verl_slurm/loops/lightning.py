@@ -40,9 +40,9 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch.utils.data import DataLoader
 
 from verl_slurm.base.bounded import RECORD, read_regular
-from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, DataError
+from verl_slurm.base.errors import CheckpointCorrupt, DataError
 from verl_slurm.base.files import private_dir, write_file
-from verl_slurm.loops.callback import Served
+from verl_slurm.loops.callback import Served, require_served
 from verl_slurm.loops.session import Session, plain_numbers
 from verl_slurm.save.ranks import rng
 from verl_slurm.save.ranks.rng import Generators
@@ -189,7 +189,7 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
             trainer.fit(*args, **options)
             return
         try:
-            self._check(trainer)
+            require_served(self._unserved(trainer))
             if self._place is not None:
                 _go_on_logging(trainer, self._place, is_first=self.session.rank == 0)
                 self._leave_out_finders(trainer)
@@ -215,37 +215,25 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
                 trainer.callbacks.remove(callback)
                 self.session.notice("LearningRateFinder is not run again: its rate is in the checkpoint")
 
-    def _check(self, trainer: Trainer) -> None:
-        """Refuses settings that are incompatible with a daemon.
-
-        Raises:
-            ConfigError: there is one.
-        """
-        problem = remedy = ""
+    def _unserved(self, trainer: Trainer) -> Iterator[tuple[object, str, str]]:
+        """Yields settings that are incompatible with a daemon, as `require_served` takes them."""
         # pytorch_lightning has other classes of the same names, whose callbacks are never called by this one.
-        if not isinstance(trainer, Trainer):
-            problem, remedy = (
-                f"a {type(trainer).__module__}.Trainer",
-                "import lightning, not pytorch_lightning",
-            )
-        elif self not in trainer.callbacks:
-            problem, remedy = "a Trainer without this callback", "lightning.Trainer(callbacks=[service])"
+        other = f"a {type(trainer).__module__}.Trainer"
+        yield not isinstance(trainer, Trainer), other, "import lightning, not pytorch_lightning"
+        absent = "a Trainer without this callback"
+        yield self not in trainer.callbacks, absent, "lightning.Trainer(callbacks=[service])"
         # It requeues the job itself at a signal, and would do so beside the daemon.
-        elif isinstance(trainer._accelerator_connector.cluster_environment, SLURMEnvironment):
-            problem = "SLURMEnvironment among the Trainer's plugins"
-            remedy = "leave it out: the daemon starts the ranks, as torchrun would, and requeues"
+        slurm = isinstance(trainer._accelerator_connector.cluster_environment, SLURMEnvironment)
+        remedy = "leave it out: the daemon starts the ranks, as torchrun would, and requeues"
+        yield slurm, "SLURMEnvironment among the Trainer's plugins", remedy
         # It is found anew at each start, and no checkpoint says what it was.
-        elif any(isinstance(callback, BatchSizeFinder) for callback in trainer.callbacks):
-            problem = "a BatchSizeFinder, whose batch size no checkpoint keeps"
-            remedy = "set the batch size that it has found"
+        finds = any(isinstance(callback, BatchSizeFinder) for callback in trainer.callbacks)
+        found = "a BatchSizeFinder, whose batch size no checkpoint keeps"
+        yield finds, found, "set the batch size that it has found"
         # Lightning resumes from such a file by itself, without a word, when no ckpt_path is given.
-        elif self.resume is None and (left := sorted(Path(trainer.default_root_dir).glob("hpc_ckpt_*.ckpt"))):
-            problem = f"{left[-1]}, which Lightning would go on from by itself"
-            remedy = "move it away, or give another default_root_dir"
-        if problem:
-            raise ConfigError(
-                "the Trainer is set to what a daemon cannot serve", found=problem, remedy=remedy
-            )
+        left = max(Path(trainer.default_root_dir).glob("hpc_ckpt_*.ckpt"), default=None)
+        found = f"{left}, which Lightning would go on from by itself"
+        yield self.resume is None and left, found, "move it away, or give another default_root_dir"
 
     def _require_done(self, trainer: Trainer) -> None:
         """Handles a Lightning that returned without a step: after the last one, or for lack of data."""

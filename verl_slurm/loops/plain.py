@@ -37,7 +37,13 @@ from verl_slurm.checkpoint.decide.best import metrics_of
 from verl_slurm.checkpoint.format.specification import Topology
 from verl_slurm.checkpoint.format.state_schema import current_schema
 from verl_slurm.checkpoint.store.commit import SavedCheckpoint, sweep
-from verl_slurm.checkpoint.store.loop_checkpoint import LoopSave, require_guest, small_files, sweep_work
+from verl_slurm.checkpoint.store.loop_checkpoint import (
+    LoopSave,
+    data_digest,
+    require_guest,
+    small_files,
+    sweep_work,
+)
 from verl_slurm.checkpoint.store.lost import former_checkpoint, gone_back, lost_error
 from verl_slurm.checkpoint.store.reader import CheckpointReader
 from verl_slurm.checkpoint.store.recover import choose_resume
@@ -45,7 +51,6 @@ from verl_slurm.checkpoint.store.run_config import keys_for
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config.load import dump, load_own
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.dataset.fingerprint import data_record as fingerprint
 from verl_slurm.loops.loop_state import Objects, load_state, take_state, taken
 from verl_slurm.loops.session import Session
 from verl_slurm.loops.step_end import StepEndSaver, own_ranks
@@ -336,22 +341,18 @@ class LoopRun:
         config = self._saver.checkpoint
         assert config is not None
 
-        def provenance() -> Provenance:
-            data = fingerprint.read(paths)
-            return Provenance(
-                epoch=session.epoch,
-                parent=session.resume.name if session.resume is not None else None,
-                schema_id=current_schema().schema_id,
-                dataset_fingerprint=data.digest if data is not None else "",
-                frozen={},
-                topology=Topology(dp=self._ranks.world_size),
-                guest="loop",
-            )
-
+        data = self._ranks.on_first("starting the save", lambda: data_digest(paths), str)
         return CheckpointSaver(
             paths,
             domains,
-            self._ranks.together("starting the save", provenance),
+            Provenance(
+                epoch=session.epoch,
+                parent=session.resume.name if session.resume is not None else None,
+                schema_id=current_schema().schema_id,
+                dataset_fingerprint=data,
+                topology=Topology(dp=self._ranks.world_size),
+                guest="loop",
+            ),
             self._ranks,
             epoch_check=lambda: require_epoch(paths, session.epoch),
             local=LocalPlace.of(config, paths, _local_rank()),

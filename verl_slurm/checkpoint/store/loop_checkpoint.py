@@ -219,6 +219,12 @@ def _move(source: Path, target: Path) -> None:
         ) from error
 
 
+def data_digest(paths: RunPaths) -> str:
+    """Returns the fingerprint of the data that the run started with; empty: none is recorded."""
+    data = fingerprint.read(paths)
+    return "" if data is None else data.digest
+
+
 def small_files(paths: RunPaths, save: LoopSave) -> dict[str, bytes]:
     """Returns the files of `GUEST_FILES`. Reads the run's configuration."""
     metadata = {
@@ -267,7 +273,6 @@ def _files(staging: Path) -> list[str]:
 def _manifest(
     paths: RunPaths, save: LoopSave, name: str, entries: Sequence[FileEntry], began: float
 ) -> Manifest:
-    data = fingerprint.read(paths)
     return Manifest(
         name=name,
         step=save.step,
@@ -276,7 +281,7 @@ def _manifest(
         epoch=save.epoch,
         parent=save.parent,
         schema_id=current_schema().schema_id,
-        dataset_fingerprint=data.digest if data is not None else "",
+        dataset_fingerprint=data_digest(paths),
         world_size=save.world_size,
         topology=Topology(dp=save.world_size),
         files=tuple(entries),

@@ -16,15 +16,7 @@ from torch import Tensor
 from verl_slurm.base.errors import CheckpointCorrupt
 from verl_slurm.base.keys import Keyring
 from verl_slurm.base.tree import open_directory
-from verl_slurm.checkpoint.format.tensor_index import (
-    DTYPE_BYTES,
-    INDEX,
-    Piece,
-    TensorEntry,
-    TensorIndex,
-    parse_index,
-    tensor_file,
-)
+from verl_slurm.checkpoint.format import tensor_index
 from verl_slurm.checkpoint.store.chunks import Wanted, read_checked
 from verl_slurm.checkpoint.store.reader import CheckpointReader
 from verl_slurm.runtime_state.codec import decode
@@ -112,7 +104,7 @@ class WholeReader:
         wanted = self.index.tensors if names is None else names
         return self.read_entries({name: self.index.tensors[name] for name in wanted})
 
-    def read_entries(self, entries: Mapping[str, TensorEntry]) -> Tensors:
+    def read_entries(self, entries: Mapping[str, tensor_index.TensorEntry]) -> Tensors:
         """Name → tensor, of entries of this index or parts of them (`slabs`); as `read_whole`."""
         tensors: Tensors = {
             name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
@@ -165,7 +157,7 @@ class _Lacking(msgspec.Struct, frozen=True, array_like=True):
 
 def _check_names(
     reader: CheckpointReader,
-    indexes: Mapping[str, TensorIndex],
+    indexes: Mapping[str, tensor_index.TensorIndex],
     domains: Mapping[str, Tensors],
     ranks: Collective,
 ) -> None:
@@ -194,7 +186,7 @@ def _check_names(
                 raise _unfit(reader.directory / domain, found, "the tensors of this model")
 
 
-def _check(where: Path, index: TensorIndex, tensors: Tensors) -> None:
+def _check(where: Path, index: tensor_index.TensorIndex, tensors: Tensors) -> None:
     """Hold shapes and types in `index` to those of `tensors`: nothing is cast."""
     for name, tensor in tensors.items():
         found = (index.tensors[name].dtype, index.tensors[name].shape)
@@ -209,7 +201,7 @@ class Part:
     """What of one saved piece goes into one live tensor. `path`: of the piece's file in the checkpoint."""
 
     path: str
-    piece: Piece
+    piece: tensor_index.Piece
     overlap: Overlap
     target: Tensor
 
@@ -224,23 +216,23 @@ class Part:
         return self.target.element_size() * torch.Size(self.overlap.rows).numel()
 
 
-def read_index(reader: CheckpointReader, domain: str) -> TensorIndex:
+def read_index(reader: CheckpointReader, domain: str) -> tensor_index.TensorIndex:
     """Which tensors a domain holds and where, its bytes checked against the manifest.
 
     Raises:
         CheckpointCorrupt: they are not what the manifest says.
     """
-    where = reader.directory / domain / INDEX
-    index = parse_index(reader.read(f"{domain}/{INDEX}"), where=where)
+    where = reader.directory / domain / tensor_index.INDEX
+    index = tensor_index.parse_index(reader.read(f"{domain}/{tensor_index.INDEX}"), where=where)
     # Most runs lie in the same files, which are looked up once.
     runs: dict[tuple[str, range], int] = {}
     for entry in index.tensors.values():
         for piece in entry.pieces:
             place = (piece.file, piece.ranks if piece.count > 1 else range(1))
-            runs[place] = runs.get(place, 0) + piece.numel * DTYPE_BYTES[entry.dtype]
+            runs[place] = runs.get(place, 0) + piece.numel * tensor_index.DTYPE_BYTES[entry.dtype]
     claimed: dict[str, int] = {}
     for (first, those), num_bytes in runs.items():
-        for file in [first] if len(those) == 1 else map(tensor_file, those):
+        for file in [first] if len(those) == 1 else map(tensor_index.tensor_file, those):
             claimed[file] = claimed.get(file, 0) + num_bytes
     for file, num_bytes in claimed.items():
         # Pieces that share their bytes would let a small file stand for any number of large tensors.
@@ -249,7 +241,7 @@ def read_index(reader: CheckpointReader, domain: str) -> TensorIndex:
     return index
 
 
-def _parts(domain: str, entries: Mapping[str, TensorEntry], tensors: Tensors) -> Iterator[Part]:
+def _parts(domain: str, entries: Mapping[str, tensor_index.TensorEntry], tensors: Tensors) -> Iterator[Part]:
     for name, tensor in tensors.items():
         local, box = local_part(tensor)
         for piece in _near(entries[name], box):
@@ -259,7 +251,7 @@ def _parts(domain: str, entries: Mapping[str, TensorEntry], tensors: Tensors) ->
                 yield Part(f"{domain}/{piece.file}", piece, common, target)
 
 
-def _near(entry: TensorEntry, box: Box) -> Iterator[Piece]:
+def _near(entry: tensor_index.TensorEntry, box: Box) -> Iterator[tensor_index.Piece]:
     """Yields the pieces that may have something of `box`: of a run of thousands, those around it."""
     for piece in entry.pieces:
         low, size = (box.offset[piece.axis], box.shape[piece.axis]) if box.shape else (0, 1)

@@ -99,8 +99,8 @@ class Provenance:
     parent: str | None
     schema_id: str
     dataset_fingerprint: str
-    frozen: Mapping[str, str]
     topology: Topology
+    frozen: Mapping[str, str] = field(default_factory=dict)
     trained: tuple[Role, ...] = ROLES
     algorithm: Algorithm | msgspec.UnsetType = msgspec.UNSET
     guest: Guest | msgspec.UnsetType = msgspec.UNSET
