@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.runs import Runs, assert_same, final
+from tests.save.parts import load_runtime_state
 from tests.trainer.test_grpo import GRPO, PPO, TO_THE_END
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.save.ranks.compare import compare
-from verl_slurm.save.ranks.loader import load_runtime_state
 
 # On a CPU `tests/trainer/test_loop.py` shows the same in CI; `make gpu` runs all of it.
 pytestmark = [pytest.mark.torch, pytest.mark.long, pytest.mark.variant]

@@ -10,16 +10,31 @@ import torch
 from torch import nn
 
 from tests.builders import runtime_state
+from verl_slurm.base.keys import Keyring
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, Topology
 from verl_slurm.checkpoint.format.state_schema import current_schema, render_schema
+from verl_slurm.checkpoint.store.reader import CheckpointReader
 from verl_slurm.config.schema import EncryptionConfig
 from verl_slurm.runtime_state.format import RuntimeState
 from verl_slurm.save.ranks.collective import Collective
+from verl_slurm.save.ranks.loader import read_runtime_state, read_tensors
 from verl_slurm.save.ranks.saver import CheckpointSaver, LocalPlace, Provenance, SaveContents
 from verl_slurm.save.ranks.tensors import initialise_adamw, model_tensors, optimizer_tensors
 
 ALONE = Collective(None)
+
+
+def load_tensors(
+    directory: Path, domains: Any, ranks: Collective, keys: Keyring | None = None, *, near: Path | None = None
+) -> None:
+    read_tensors(CheckpointReader(directory, keys), domains, ranks, near=near)
+
+
+def load_runtime_state(
+    directory: Path, rank: int, world_size: int, keys: Keyring | None = None
+) -> RuntimeState:
+    return read_runtime_state(CheckpointReader(directory, keys), rank, world_size)
 
 
 class Net(nn.Module):

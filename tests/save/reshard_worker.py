@@ -16,10 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.save.parts import contents, provenance, runtime
+from tests.save.parts import contents, load_tensors, provenance, runtime
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.save.ranks.collective import Collective
-from verl_slurm.save.ranks.loader import load_tensors
 from verl_slurm.save.ranks.saver import CheckpointSaver, SaveContents
 from verl_slurm.save.ranks.tensors import initialise_adamw, model_tensors, optimizer_tensors
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.save.parts import Parts, checkpoint_saver, contents
+from tests.save.parts import Parts, checkpoint_saver, contents, load_tensors
 from verl_slurm.base.errors import KeyRefused
 from verl_slurm.base.keys import Keyring, new_key_file
 from verl_slurm.base.paths import RunPaths
@@ -15,7 +15,7 @@ from verl_slurm.checkpoint.store.local_copy import assemble, list_parts, part_pr
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config.schema import EncryptionConfig
 from verl_slurm.save.ranks.collective import Collective
-from verl_slurm.save.ranks.loader import load_tensors, read_whole
+from verl_slurm.save.ranks.loader import read_whole
 from verl_slurm.save.ranks.saver import LocalPlace, SavedCheckpoint
 
 pytestmark = pytest.mark.torch

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.builders import write_config
-from tests.save.parts import provenance, runtime as plain_runtime
+from tests.save.parts import load_runtime_state, load_tensors, provenance, runtime as plain_runtime
 from verl_slurm.base.errors import CheckpointCorrupt, KeyRefused, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.keys import Keyring, MasterKey, new_key_file, read_key_file
@@ -32,7 +32,7 @@ from verl_slurm.runtime_state.format import RuntimeState
 from verl_slurm.save.ranks import compare as compare_module
 from verl_slurm.save.ranks.collective import Collective, RanksFailed
 from verl_slurm.save.ranks.compare import compare
-from verl_slurm.save.ranks.loader import load_runtime_state, load_tensors, read_whole
+from verl_slurm.save.ranks.loader import read_whole
 from verl_slurm.save.ranks.saver import CheckpointSaver, SaveContents
 from verl_slurm.save.ranks.tensors import Tensors
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.builders import make_manifest
+from tests.save.parts import load_tensors
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.checkpoint.format.manifest import render, sealed
 from verl_slurm.checkpoint.format.specification import MANIFEST, FileEntry
@@ -27,7 +28,7 @@ from verl_slurm.checkpoint.store.chunks import entry_of
 from verl_slurm.save.ranks import layout, loader
 from verl_slurm.save.ranks.boxes import Box, overlap
 from verl_slurm.save.ranks.collective import Collective
-from verl_slurm.save.ranks.loader import load_tensors, read_whole
+from verl_slurm.save.ranks.loader import read_whole
 
 pytestmark = pytest.mark.torch
 

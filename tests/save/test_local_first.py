@@ -17,13 +17,12 @@ from tests.faults.gates import gate
 from tests.faults.world import SHARED, World, recover
 from tests.processes import python_path
 from tests.save.nodes import Nodes
-from tests.save.parts import Parts
+from tests.save.parts import Parts, load_tensors
 from verl_slurm.base.errors import Fenced
 from verl_slurm.checkpoint.store.local_copy import assemble, list_parts, part_problems, send_home
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.save.ranks import saver, second_copy
 from verl_slurm.save.ranks.collective import Collective, RanksFailed
-from verl_slurm.save.ranks.loader import load_tensors
 from verl_slurm.save.ranks.pending_save import PendingSave
 from verl_slurm.save.ranks.saver import SavedCheckpoint
 from verl_slurm.save.ranks.second_copy import NodeCopies

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from tests.faults.world import World
-from tests.save.parts import Parts
+from tests.save.parts import Parts, load_tensors
 from verl_slurm.base.errors import CheckpointCorrupt
 from verl_slurm.checkpoint.store.chunks import Reading, read_checked
 from verl_slurm.save.ranks import loader
 from verl_slurm.save.ranks.collective import Collective, RanksFailed
-from verl_slurm.save.ranks.loader import load_tensors
 
 pytestmark = pytest.mark.torch
 

@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from tests.save.parts import ALONE, Net, Parts, checkpoint_saver, contents, runtime
+from tests.save.parts import (
+    ALONE,
+    Net,
+    Parts,
+    checkpoint_saver,
+    contents,
+    load_runtime_state,
+    load_tensors,
+    runtime,
+)
 from verl_slurm.base.errors import CheckpointCorrupt, Fenced
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
@@ -21,7 +30,6 @@ from verl_slurm.runtime_state.format import RuntimeState
 from verl_slurm.save.ranks import compare as compare_module, saver
 from verl_slurm.save.ranks.collective import RanksFailed
 from verl_slurm.save.ranks.compare import compare
-from verl_slurm.save.ranks.loader import load_runtime_state, load_tensors
 from verl_slurm.save.ranks.saver import SavedCheckpoint
 from verl_slurm.save.ranks.tensors import model_tensors, optimizer_tensors
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.save.parts import Parts, checkpoint_saver, contents
+from tests.save.parts import Parts, checkpoint_saver, contents, load_tensors
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store import commit
 from verl_slurm.checkpoint.store.local_copy import (
@@ -22,7 +22,6 @@ from verl_slurm.checkpoint.store.local_copy import (
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.save.ranks import saver as saver_module, second_copy
 from verl_slurm.save.ranks.collective import Collective, RanksFailed
-from verl_slurm.save.ranks.loader import load_tensors
 from verl_slurm.save.ranks.pending_save import why_not_shared
 from verl_slurm.save.ranks.saver import LocalPlace, SavedCheckpoint
 

@@ -76,18 +76,10 @@ class Served:
             return None
         # Before the framework loads anything: generators and places in the data are per rank, for this number of
         # ranks.
-        manifest = require_guest(resume, "loop", world_size=self.session.world_size)
-        directory = resume / guest_directory("loop", manifest.step)
-        # The manifest tells loops from verl, not one framework from the other; the file that each writes does.
-        if not (directory / needed).exists():
-            raise ConfigError(
-                f"the checkpoint is not one of {whose}",
-                where=directory,
-                found=", ".join(sorted(path.name for path in directory.iterdir())[:5]),
-                expected=needed,
-                remedy="go on with the loop that wrote it, or start with checkpoint.resume_from=null",
-            )
-        return directory
+        manifest = require_guest(
+            resume, "loop", world_size=self.session.world_size, needed=needed, whose=whose
+        )
+        return resume / guest_directory("loop", manifest.step)
 
     def _begin(self, step: int, total: int, metadata: Mapping[str, object]) -> StepEndSaver:
         """Makes the saver at the start of the training, once the framework has its process group. Collective.

@@ -7,7 +7,7 @@ is refused by name before the first step, because it could only be pickled, and 
 A tensor's name is its path in the tree (`model/layer.weight`), and a mark stands there in its place:
 
 ```
-{_MARK: ["tensor", NAME]}         also of an array ("array") and of a DTensor ("sharded")
+{_MARK: ["tensor", NAME]}         "array" for one of NumPy
 {_MARK: ["tensor", NAME, DTYPE, SHAPE]}   of a type that no checkpoint has (`tensor_index.DTYPE_BYTES`): its bytes
 {_MARK: ["tuple", [...]]}         a list would come back
 {_MARK: ["int", "0x1f..."]}       of more than 64 bits, as NumPy's generators have
@@ -44,7 +44,7 @@ from torch.optim import Optimizer
 
 from verl_slurm.base.errors import UNREADABLE, CheckpointCorrupt, ConfigError
 from verl_slurm.checkpoint.format.specification import GUEST_DOMAINS, FileEntry
-from verl_slurm.checkpoint.format.tensor_index import DTYPE_BYTES
+from verl_slurm.checkpoint.format.tensor_index import DTYPE_BYTES, TensorEntry
 from verl_slurm.checkpoint.store.reader import CheckpointReader
 from verl_slurm.loops.step_end import gather_entries
 from verl_slurm.runtime_state.codec import encode
@@ -220,16 +220,6 @@ def split(tree: Any) -> tuple[Any, Leaves]:
     return _marked(tree, "", leaves), leaves
 
 
-def sharded_names(tree: Any) -> set[str]:
-    """Returns the names of the DTensors that a tree of `split` has marks of."""
-    if isinstance(tree, dict) and (mark := tree.get(_MARK)):
-        return {mark[1]} if mark[0] == "sharded" else sharded_names(mark[1])
-    if isinstance(tree, dict | list):
-        values = tree.values() if isinstance(tree, dict) else tree
-        return set().union(*map(sharded_names, values))
-    return set()
-
-
 def join(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Rebuilds what was given to `split`.
 
@@ -263,7 +253,7 @@ def _marked(value: Any, path: str, leaves: Leaves) -> Any:
             raise _refused(path, f"a DTensor of {value.dtype}")
         leaves.require_new(path)
         leaves.sharded[path] = value
-        return {_MARK: ["sharded", path]}
+        return {_MARK: ["tensor", path]}
     if isinstance(value, torch.Tensor):
         return _marked_tensor("tensor", value, path, leaves)
     if isinstance(value, np.ndarray):
@@ -429,7 +419,7 @@ def load_state(
     Args:
         domain: of `take_state`, in its place in the checkpoint.
         states: the directory of the checkpoint that has the ranks' states; empty: its own.
-        near: as in `save.ranks.loader.load_tensors`.
+        near: as in `save.ranks.loader.read_tensors`.
 
     Raises:
         RanksFailed: it does not fit the objects of some rank, or another number of ranks wrote it and each had state
@@ -462,24 +452,21 @@ def _targets(
     # Names are compared before anything is loaded: half a state in the live objects could not be taken back.
     if set(tree) != set(objects.names):
         raise misfit(reader.directory, ", ".join(objects.names), ", ".join(sorted(tree)))
-    # They are read into the existing DTensors, so a fresh optimizer needs its state tensors first.
+    # Parts are read into the existing DTensors, so a fresh optimizer needs its state tensors first.
     _, leaves = split(objects.take(as_target=True))
-    wanted = sharded_names(tree)
-    if absent := sorted(wanted - leaves.sharded.keys()):
-        raise misfit(absent[0], "no sharded tensor", "one")
-    shared: Tensors = {name: leaves.sharded[name] for name in sorted(wanted)}
-    own = f"{domain}/own"
-    entries = {at: read_index(reader, at).tensors for at in (domain, own)}
-    # New ones, not views of the file: an optimizer keeps the tensors that it gets, and the file is pruned one day.
-    plain = {
-        at: {
-            name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-            for name, entry in entries[at].items()
-            if name not in shared and (at == domain or name.startswith(f"{rank:04d}/"))
+    targets: dict[str, Tensors] = {}
+    for at, rank_s in ((domain, ""), (f"{domain}/own", f"{rank:04d}/")):
+        # New ones, not views of the file: an optimizer keeps the tensors that it gets, and the file is pruned one day.
+        targets[at] = {
+            name: live if (live := leaves.sharded.get(name)) is not None else _new(entry)
+            for name, entry in read_index(reader, at).tensors.items()
+            if name.startswith(rank_s)
         }
-        for at in (domain, own)
-    }
-    return {domain: shared | plain[domain], own: plain[own]}
+    return targets
+
+
+def _new(entry: TensorEntry) -> torch.Tensor:
+    return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
 
 
 def _tree_of(saved: RuntimeState, where: Path) -> Any:

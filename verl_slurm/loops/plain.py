@@ -199,16 +199,9 @@ class LoopRun:
 
     def _go_on_from(self, directory: Path) -> None:
         now = None if self._any_ranks else self._ranks.world_size
-        manifest = require_guest(directory, "loop", world_size=now)
-        # The manifest tells loops from verl; a framework's callback leaves files of its own.
-        if not manifest.domains:
-            raise ConfigError(
-                "the checkpoint is not one of verl_slurm.run",
-                where=directory,
-                found="the files of a framework",
-                expected="tensors by name",
-                remedy="go on with the loop that wrote it, or start with checkpoint.resume_from=null",
-            )
+        manifest = require_guest(
+            directory, "loop", world_size=now, needed="index.json", whose="verl_slurm.run"
+        )
         paths = self._session.paths
         local = LocalPlace.of(load_own(paths.run_yaml).checkpoint, paths, _local_rank())
         near = None if local is None else local.directory / directory.name

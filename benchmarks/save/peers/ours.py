@@ -8,7 +8,8 @@ import torch
 from benchmarks.save.peers.base import Peer
 from benchmarks.save.run_directory import all_domains, contents, make_saver, only_checkpoint
 from benchmarks.save.workload import Workload
-from verl_slurm.save.ranks.loader import load_tensors
+from verl_slurm.checkpoint.store.reader import CheckpointReader
+from verl_slurm.save.ranks.loader import read_tensors
 from verl_slurm.save.ranks.saver import CheckpointSaver, SavedCheckpoint
 from verl_slurm.save.ranks.tensors import initialise_adamw
 
@@ -40,7 +41,8 @@ class Ours(Peer):
         """As a resume does it: every byte is checked on the way, and the optimizer's state made before."""
         if not self.work.optimizer.state:
             initialise_adamw(self.work.optimizer, to_be_loaded=True)
-        load_tensors(only_checkpoint(directory), all_domains(self.work, torch.empty(2)), self.work.ranks)
+        reader = CheckpointReader(only_checkpoint(directory))
+        read_tensors(reader, all_domains(self.work, torch.empty(2)), self.work.ranks)
 
     def close(self) -> None:
         if self._saver is not None:

@@ -29,6 +29,7 @@ from verl_slurm.checkpoint.format.specification import (
     Guest,
     Manifest,
     Topology,
+    guest_directory,
     path_problem,
 )
 from verl_slurm.checkpoint.format.state_schema import current_schema, render_schema
@@ -124,12 +125,20 @@ def commit_tree(
     )
 
 
-def require_guest(directory: Path, guest: Guest, *, world_size: int | None = None) -> Manifest:
+def require_guest(
+    directory: Path,
+    guest: Guest,
+    *,
+    world_size: int | None = None,
+    needed: str = "",
+    whose: str = "",
+) -> Manifest:
     """Returns the manifest of a checkpoint that a guest of this kind wrote, before anything of it is loaded. The lead
     has verified its files.
 
     Args:
         world_size: required number of ranks; None: any number.
+        needed: a file that the guest's directory must contain to be of this framework; `whose`: its name, for people.
 
     Raises:
         ConfigError: another loop wrote it, or another number of ranks.
@@ -153,6 +162,16 @@ def require_guest(directory: Path, guest: Guest, *, world_size: int | None = Non
             found=manifest.world_size,
             expected=world_size,
             remedy=f"go on with distributed.dp_size={manifest.world_size}, or see verl_slurm.run(any_ranks=True)",
+        )
+    own = directory / guest_directory(guest, manifest.step)
+    # The manifest tells loops from verl, not one framework from the other; the file that each writes does.
+    if needed and not (own / needed).exists():
+        raise ConfigError(
+            f"the checkpoint is not one of {whose}",
+            where=own,
+            found=", ".join(sorted(path.name for path in own.iterdir())[:5]),
+            expected=needed,
+            remedy="go on with the loop that wrote it, or start with checkpoint.resume_from=null",
         )
     return manifest
 

@@ -29,31 +29,6 @@ from verl_slurm.save.ranks.tensors import Tensors, left_as_it_is
 _BUFFER_BYTES = 512 << 20
 
 
-def load_tensors(
-    directory: Path,
-    domains: Mapping[str, Tensors],
-    ranks: Collective,
-    keys: Keyring | None = None,
-    *,
-    near: Path | None = None,
-) -> None:
-    """Fill the tensors of each domain (`actor`, `critic`, `optimizer`) in place. Collective.
-
-    Args:
-        directory: a checkpoint that `checkpoint.store.verify` found whole.
-        domains: domain → this rank's tensors; those of all ranks are exactly what it must hold.
-        keys: to decrypt with, and to hold the manifest against.
-        near: where this node may have some of its files, on its own disk. They are read there, and checked against
-            the manifest of `directory`; a file that is not there, or is another one, is read from `directory`.
-
-    Raises:
-        KeyRefused: it needs a key that is not there.
-        CheckpointCorrupt: a tensor is missing, left over, or of another shape or type.
-        RanksFailed: reading failed on some rank.
-    """
-    read_tensors(CheckpointReader(directory, keys), domains, ranks, near=near)
-
-
 def read_tensors(
     reader: CheckpointReader,
     domains: Mapping[str, Tensors],
@@ -61,7 +36,18 @@ def read_tensors(
     *,
     near: Path | None = None,
 ) -> None:
-    """As `load_tensors`, where more is read of the checkpoint: each reader parses its manifest."""
+    """Fill the tensors of each domain (`actor`, `critic`, `optimizer`) in place. Collective.
+
+    Args:
+        reader: of a checkpoint that `checkpoint.store.verify` found whole.
+        domains: domain → this rank's tensors; those of all ranks are exactly what it must hold.
+        near: where this node may have some of its files, on its own disk. They are read there, and checked against
+            the manifest of `reader`; a file that is not there, or is another one, is read from the checkpoint.
+
+    Raises:
+        CheckpointCorrupt: a tensor is missing, left over, or of another shape or type.
+        RanksFailed: reading failed on some rank.
+    """
     # Every rank checks for itself against the same files, so all refuse or none.
     indexes = {domain: read_index(reader, domain) for domain in domains}
     _check_names(reader, indexes, domains, ranks)
@@ -114,27 +100,18 @@ class WholeReader:
         return tensors
 
 
-def load_runtime_state(
-    directory: Path, rank: int, world_size: int, keys: Keyring | None = None
-) -> RuntimeState:
-    """The runtime state that `rank` of `world_size` saved.
-
-    Raises:
-        CheckpointCorrupt: it is not what was committed, or belongs to another rank or world size.
-        KeyRefused: it needs a key that is not there.
-        OSError: the storage did not give it. It was there when the checkpoint was verified, so this says
-            nothing about the checkpoint, not even when the file is not found (a stale view of NFS).
-    """
-    return read_runtime_state(CheckpointReader(directory, keys), rank, world_size)
-
-
 def read_runtime_state(
     reader: CheckpointReader, rank: int, world_size: int, *, below: str = ""
 ) -> RuntimeState:
-    """As `load_runtime_state`, where several files of one checkpoint are read.
+    """The runtime state that `rank` of `world_size` saved.
 
     Args:
         below: a directory of the checkpoint; empty: its own.
+
+    Raises:
+        CheckpointCorrupt: it is not what was committed, or belongs to another rank or world size.
+        OSError: the storage did not give it. It was there when the checkpoint was verified, so this says
+            nothing about the checkpoint, not even when the file is not found (a stale view of NFS).
     """
     name = f"{below}/{runtime_state_name(rank)}".lstrip("/")
     path = reader.directory / name
@@ -262,7 +239,7 @@ def read_parts(reader: CheckpointReader, parts: Iterable[Part], near: Path | Non
     """Read these parts into their targets, every chunk that they touch checked.
 
     Args:
-        near: as in `load_tensors`.
+        near: as in `read_tensors`.
 
     Raises:
         CheckpointCorrupt: it changed since it was verified.
