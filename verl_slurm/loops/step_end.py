@@ -186,13 +186,9 @@ class _Keeper:
         session = self._session
         # Checked at each removal: a process that slept since its plan must not remove what a newer attempt resumes
         # from.
+        check = partial(require_epoch, session.paths, session.epoch)
         prune_as_configured(
-            session.paths,
-            self._config,
-            assured=self._assured,
-            keys=self._keys,
-            removing=self._removing,
-            epoch_check=lambda: require_epoch(session.paths, session.epoch),
+            session.paths, self._config, self._removing, self._assured, self._keys, epoch_check=check
         )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 
 import msgspec
 from torch import nn
@@ -144,32 +145,21 @@ class Checkpointer:
 
     def _tidy_partial(self, ranks: Collective, done: SavedCheckpoint) -> None:
         """The same retention; nothing is resumed from these, so the one just written is assurance enough."""
-
-        def prune() -> None:
-            prune_as_configured(
-                self._paths.partial,
-                self._config.checkpoint,
-                assured={done.name},
-                keys=self._keys,
-                removing=self._removing,
-                partial=True,
-            )
-
+        prune = partial(prune_as_configured, self._paths.partial, self._config.checkpoint, self._removing)
         try:
-            ranks.first_does("pruning partial checkpoints", prune)
+            ranks.first_does(
+                "pruning partial checkpoints", lambda: prune({done.name}, self._keys, partial=True)
+            )
         except RanksFailed as error:
             if self._rank == 0:
                 console.complain(error.one_line())
 
     def _prune(self, done: SavedCheckpoint) -> int:
         """Does rank 0's part after the commit of `done`; returns the step from which on the ledger is still needed."""
+        check = partial(require_epoch, self._paths, self._epoch)
+        config = self._config.checkpoint
         plan = prune_as_configured(
-            self._paths,
-            self._config.checkpoint,
-            assured=self._assured,
-            keys=self._keys,
-            removing=self._removing,
-            epoch_check=lambda: require_epoch(self._paths, self._epoch),
+            self._paths, config, self._removing, self._assured, self._keys, epoch_check=check
         )
         # Asked again after the removals, which may take long: a newer attempt may need these records by now.
         require_epoch(self._paths, self._epoch)

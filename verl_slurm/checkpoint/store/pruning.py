@@ -163,10 +163,10 @@ def _tree_bytes(directory: Path) -> int:
 def prune_as_configured(
     paths: RunPaths,
     config: CheckpointConfig,
-    *,
+    removing: "Removing",
     assured: Collection[str],
     keys: Keyring | None,
-    removing: "Removing",
+    *,
     partial: bool = False,
     epoch_check: Callable[[], None] = lambda: None,
 ) -> PrunePlan:
@@ -180,22 +180,17 @@ def prune_as_configured(
         keys: what keeps older ones from being removed must be signed with one of them.
         partial: `paths` has partial saves: no run resumes from them, so the newest one is assurance enough.
     """
+    infos, best = list_checkpoints(paths, partial=partial), Best.of(config)
+    # So many stay whatever `keep_last` says: a fresh save has not been read back yet.
+    least, every = 1 if partial else ASSURED_KEPT, config.keep_every
     plan = plan_prune(
-        list_checkpoints(paths, partial=partial),
-        config.keep_last,
-        keep_every=config.keep_every,
-        best=Best.of(config),
-        # So many stay whatever `keep_last` says: a fresh save has not been read back yet.
-        verified=assured,
-        num_verified=1 if partial else ASSURED_KEPT,
+        infos, config.keep_last, keep_every=every, best=best, verified=assured, num_verified=least
     )
-    apply_prune(
-        paths,
-        plan,
-        verifier=lambda path: verify(path, keys=keys),
-        epoch_check=epoch_check,
-        remove=removing.remove,
-    )
+
+    def verifier(path: Path) -> Verdict:
+        return verify(path, keys=keys)
+
+    apply_prune(paths, plan, verifier=verifier, epoch_check=epoch_check, remove=removing.remove)
     return plan
 
 
