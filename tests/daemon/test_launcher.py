@@ -298,7 +298,7 @@ def _guest(text: str) -> RunConfig:
     [
         ("backend: command, command: [/x/train.py, --run, '3']", ["/x/train.py", "--run", "3"]),
         ("backend: command, command: [-m, pkg.train, --nnodes, '9']", ["-m", "pkg.train", "--nnodes", "9"]),
-        ("backend: verl, entry: sft", ["-m", "verl_slurm.loops.verl_sft", *LIFE]),
+        ("backend: verl, entry: sft", ["-m", "verl_slurm.loops.verl.verl_sft", *LIFE]),
     ],
 )
 def test_a_guest_is_started_with_its_own_words(text: str, program: list[str]) -> None:
@@ -308,7 +308,7 @@ def test_a_guest_is_started_with_its_own_words(text: str, program: list[str]) ->
 
 def test_ray_is_told_where_its_head_is_and_which_node_this_is() -> None:
     argv = launcher_argv("python", _guest("backend: verl"), PATHS, LAUNCH, Path("/run/x"))
-    assert argv[:4] == ["python", "-P", "-m", "verl_slurm.loops.ray_node"]
+    assert argv[:4] == ["python", "-P", "-m", "verl_slurm.loops.verl.ray_node"]
     place = ["--node-rank", "1", "--head", "10.0.0.1:29500", "--nodes", "2", "--scratch", "/run/x"]
     assert argv[-8:] == place
 

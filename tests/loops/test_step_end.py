@@ -20,7 +20,7 @@ from verl_slurm.checkpoint.store.loop_checkpoint import require_guest
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.loops import step_end
 from verl_slurm.loops.session import Session
-from verl_slurm.loops.verl_ppo_saves import Saves
+from verl_slurm.loops.verl.verl_ppo_saves import Saves
 from verl_slurm.wire.messages import (
     PartSaved,
     RankNotice,

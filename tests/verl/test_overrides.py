@@ -208,6 +208,6 @@ def test_the_mode_is_verls_default_unless_it_is_said() -> None:
 
 def test_verls_responses_are_kept_unless_the_user_has_a_manager_of_their_own() -> None:
     key = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
-    assert ours("ppo", {})[f"++{key}"] == "verl_slurm.loops.verl_rollouts.LedgerManager"
+    assert ours("ppo", {})[f"++{key}"] == "verl_slurm.loops.verl.verl_rollouts.LedgerManager"
     assert f"++{key}" not in ours("ppo", {f"+{key}": "mine.Manager"})
     assert f"++{key}" not in ours("sft", {})

@@ -33,7 +33,7 @@ from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.config.elastic import allowed_nodes
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.containers.runtimes import contained_argv
-from verl_slurm.loops.verl_settings import start_settings
+from verl_slurm.loops.verl.verl_settings import start_settings
 from verl_slurm.submit.checks import user_programs
 from verl_slurm.submit.checks.model_files import refuse_adapter, refuse_pointers, weights_problem
 from verl_slurm.submit.checks.user_programs import Found, answer_of_ranks_python, check_modules, check_source

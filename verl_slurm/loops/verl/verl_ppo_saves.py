@@ -1,7 +1,7 @@
 """Connects verl's loops to `StepEndSaver`: PPO's hooks at a step's end, and the verdict on either loop's end. No verl.
 
 verl's PPO driver alone reports for the run, as rank 0 of 1. Its loop asks twice at a step's end: before a periodic
-save, which then also answers a request, and after it (`loops.verl_ppo`).
+save, which then also answers a request, and after it (`loops.verl.verl_ppo`).
 """
 
 from collections.abc import Callable, Mapping
