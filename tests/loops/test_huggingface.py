@@ -108,6 +108,13 @@ class Life:
         return torch.cat([p.detach().flatten() for p in self.model.parameters()])
 
 
+def short(tmp_path: Path, service: VerlSlurmCallback, *more: TrainerCallback, **settings: Any) -> Trainer:
+    """A Trainer of two steps that the callback has not begun to serve."""
+    words = {"max_steps": 2, "use_cpu": True, "report_to": [], "disable_tqdm": True} | settings
+    args = TrainingArguments(str(tmp_path / "out"), **words)
+    return Trainer(Net(), args, train_dataset=Numbers(), callbacks=[service, *more])
+
+
 PLATEAU = {
     "lr_scheduler_type": "reduce_lr_on_plateau",
     "lr_scheduler_kwargs": {"patience": 0, "factor": 0.5, "threshold": 9.0},
@@ -217,12 +224,8 @@ def test_asked_at_its_last_step_it_is_done_and_not_stopped(tmp_path: Path) -> No
 
 def test_within_a_with_block_the_run_is_done_at_its_end_only(tmp_path: Path) -> None:
     run, daemon = Run(tmp_path / "run"), Daemon()
-    session = run.life(daemon)
-    args = TrainingArguments(
-        str(tmp_path / "out"), max_steps=2, use_cpu=True, report_to=[], disable_tqdm=True
-    )
-    with VerlSlurmCallback(session) as service:
-        service.train(Trainer(Net(), args, train_dataset=Numbers(), callbacks=[service]))
+    with VerlSlurmCallback(run.life(daemon)) as service:
+        service.train(short(tmp_path, service))
         assert not daemon.heard(Finished)
     assert daemon.heard(Finished)
 
@@ -346,18 +349,12 @@ def test_steps_that_are_done_again_since_a_later_batch_did_not_fit_are_said(
 
 
 def test_a_second_training_with_one_callback_is_refused(tmp_path: Path) -> None:
-    def trainer(service: VerlSlurmCallback) -> Trainer:
-        args = TrainingArguments(
-            str(tmp_path / "out"), max_steps=2, use_cpu=True, report_to=[], disable_tqdm=True
-        )
-        return Trainer(Net(), args, train_dataset=Numbers(), callbacks=[service])
-
     run, daemon = Run(tmp_path / "run"), Daemon()
     with (
         pytest.raises(ConfigError, match="a run is one training"),
         VerlSlurmCallback(run.life(daemon)) as held,
     ):
-        first = trainer(held)
+        first = short(tmp_path, held)
         held.train(first)
         held.train(first)
     assert first.args.output_dir == str(tmp_path / "out")
@@ -366,9 +363,9 @@ def test_a_second_training_with_one_callback_is_refused(tmp_path: Path) -> None:
 
     run = Run(tmp_path / "done")
     service = VerlSlurmCallback(run.life(Daemon()))
-    service.train(trainer(service))
+    service.train(short(tmp_path, service))
     with pytest.raises(ConfigError, match="a run is one training"):
-        service.train(trainer(service))
+        service.train(short(tmp_path, service))
 
 
 def test_a_training_that_raised_is_not_served_again_in_the_same_process(tmp_path: Path) -> None:
@@ -377,25 +374,21 @@ def test_a_training_that_raised_is_not_served_again_in_the_same_process(tmp_path
             raise RuntimeError("no luck")
 
     service = VerlSlurmCallback(Run(tmp_path / "run").life(Daemon()))
-    args = TrainingArguments(
-        str(tmp_path / "out"), max_steps=2, use_cpu=True, report_to=[], disable_tqdm=True
-    )
-    trainer = Trainer(Net(), args, train_dataset=Numbers(), callbacks=[service, Fails()])
+    trainer = short(tmp_path, service, Fails())
     with pytest.raises(RuntimeError, match="no luck"):
         service.train(trainer)
     trainer.remove_callback(Fails)
     with pytest.raises(ConfigError, match="let the process end"):
         service.train(trainer)
-    assert args.output_dir == str(tmp_path / "out")
+    assert trainer.args.output_dir == str(tmp_path / "out")
 
 
 def test_a_training_that_was_not_begun_by_the_callback_is_refused(tmp_path: Path) -> None:
     """As each trial of `hyperparameter_search` is."""
     daemon = Daemon()
     service = VerlSlurmCallback(Run(tmp_path / "run").life(daemon))
-    args = TrainingArguments(str(tmp_path / "out"), use_cpu=True, report_to=[], disable_tqdm=True)
     with pytest.raises(ConfigError, match="hyperparameter_search"):
-        Trainer(Net(), args, train_dataset=Numbers(), callbacks=[service]).train()
+        short(tmp_path, service).train()
     assert daemon.kinds() == ["RankRefused"]
 
 
@@ -485,12 +478,8 @@ def test_a_checkpoint_of_another_loop_is_refused(tmp_path: Path) -> None:
 
 
 def test_without_a_daemon_it_is_a_trainer_like_any_other(tmp_path: Path) -> None:
-    session = Session(NoDaemon(), rank=0, world_size=1)
-    args = TrainingArguments(
-        str(tmp_path / "out"), max_steps=4, save_steps=2, use_cpu=True, report_to=[], disable_tqdm=True
-    )
-    service = VerlSlurmCallback(session)
-    service.train(Trainer(Net(), args, train_dataset=Numbers(), callbacks=[service]))
+    service = VerlSlurmCallback(Session(NoDaemon(), rank=0, world_size=1))
+    service.train(short(tmp_path, service, max_steps=4, save_steps=2))
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-2", "checkpoint-4"]
 
 

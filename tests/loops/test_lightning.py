@@ -335,16 +335,6 @@ def test_a_batch_size_that_no_checkpoint_keeps_is_refused(tmp_path: Path) -> Non
         Life(Run(tmp_path / "run").life(Daemon()), BatchSizeFinder())
 
 
-def test_a_checkpoint_of_another_loop_is_refused(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run")
-    Life(run.life(Daemon({2: stop()})))
-    (run.checkpoints()[0] / "guest/lightning.ckpt").unlink()
-    daemon = Daemon()
-    with pytest.raises(ConfigError, match="not one of Lightning"):
-        Life(run.life(daemon))
-    assert daemon.kinds() == ["RankRefused"]
-
-
 def test_loaders_are_made_again_when_they_would_be_without_the_interruption(tmp_path: Path) -> None:
     run, asked, daemon = Run(tmp_path / "run"), Daemon({22: stop()}), Daemon()
     settings = {"reload_dataloaders_every_n_epochs": 3, "max_epochs": 7}
@@ -355,15 +345,6 @@ def test_loaders_are_made_again_when_they_would_be_without_the_interruption(tmp_
     [notice] = daemon.heard(RankNotice)
     assert notice.loud
     assert "in epoch 4, and without the interruption they would be those of epoch 3" in notice.text
-
-
-def test_a_second_training_with_one_callback_is_refused(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run")
-    first = Life(run.life(Daemon()), max_steps=2)
-    words = {"logger": False, "enable_progress_bar": False, "default_root_dir": tmp_path}
-    second = lightning.Trainer(callbacks=[first.service], accelerator="cpu", max_steps=2, **words)
-    with pytest.raises(ConfigError, match="a run is one training"):
-        first.service.fit(second, Net(), ResumableDataLoader(Numbers(), batch_size=4))
 
 
 def test_without_a_daemon_it_is_a_trainer_like_any_other(tmp_path: Path) -> None:

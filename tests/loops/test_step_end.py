@@ -10,7 +10,7 @@ import pytest
 
 from tests.builders import write_config
 from tests.fakes.daemon import Daemon
-from verl_slurm.base.errors import Fenced
+from verl_slurm.base.errors import ConfigError, Fenced
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
@@ -227,6 +227,12 @@ def test_a_request_that_the_loop_has_taken_is_nobody_elses(bench: Bench) -> None
     assert bench.step(4, over) is not None
     watch.look()
     assert bench.line.heard(RankSaveFailed) == []
+
+
+def test_a_framework_that_writes_by_itself_is_refused_what_only_our_saver_can_do(tmp_path: Path) -> None:
+    write_config(RunPaths(private_dir(tmp_path / "run")), local_dir=tmp_path)
+    with pytest.raises(ConfigError, match=r"its framework writes.*checkpoint\.local_dir"):
+        Bench(tmp_path / "run")
 
 
 def test_without_a_run_the_framework_saves_as_it_does(tmp_path: Path) -> None:

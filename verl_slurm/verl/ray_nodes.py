@@ -3,8 +3,8 @@
 The head is on the first node. The lead has given its address to all nodes with their launch. The others go there once
 the first node has found that the port is this user's (`loops.verl.ray_node`). Every other port is free at that
 moment, so two runs may share a node. No process joins, or submits code, without the token: all of Ray's own ports
-require it (RAY_AUTH_MODE=token). It is derived from the lead's own secret, which every node of the run can read and no other user
-can, and differs in each restart.
+require it (RAY_AUTH_MODE=token). It is derived from the lead's own secret, which every node of the run can read and no
+other user can, and differs in each restart.
 
 docs/decisions/0009-verl-on-ray.md has the findings about Ray 2.60.
 """
