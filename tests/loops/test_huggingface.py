@@ -397,10 +397,7 @@ def test_a_training_that_was_not_begun_by_the_callback_is_refused(tmp_path: Path
     [
         ({"ignore_data_skip": True}, "ignore_data_skip"),
         ({"accelerator_config": {"use_seedable_sampler": False}}, "RandomSampler"),
-        (
-            {"train_sampling_strategy": "group_by_length"},
-            "LengthGroupedSampler",
-        ),
+        ({"train_sampling_strategy": "group_by_length"}, "LengthGroupedSampler"),
     ],
     ids=["skip", "unseeded", "by-length"],
 )

@@ -33,12 +33,7 @@ CYCLES: dict[str, tuple[Any, dict[str, Any], tuple[int, ...]]] = {
     "slices": (GRPOTrainer, {"steps_per_generation": 4, "max_steps": 10}, (1, 4)),
     "iterations-and-accumulation": (
         GRPOTrainer,
-        {
-            "num_iterations": 2,
-            "steps_per_generation": 4,
-            "gradient_accumulation_steps": 2,
-            "max_steps": 10,
-        },
+        {"num_iterations": 2, "steps_per_generation": 4, "gradient_accumulation_steps": 2, "max_steps": 10},
         (7,),
     ),
     # 16 prompts are two cycles: an epoch is of 8 steps, and the second and third have another order.

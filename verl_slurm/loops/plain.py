@@ -36,14 +36,8 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.decide.best import metrics_of
 from verl_slurm.checkpoint.format.specification import Topology
 from verl_slurm.checkpoint.format.state_schema import current_schema
+from verl_slurm.checkpoint.store import loop_checkpoint
 from verl_slurm.checkpoint.store.commit import SavedCheckpoint, sweep
-from verl_slurm.checkpoint.store.loop_checkpoint import (
-    LoopSave,
-    data_digest,
-    require_guest,
-    small_files,
-    sweep_work,
-)
 from verl_slurm.checkpoint.store.lost import former_checkpoint, gone_back, lost_error
 from verl_slurm.checkpoint.store.reader import CheckpointReader
 from verl_slurm.checkpoint.store.recover import choose_resume
@@ -199,7 +193,7 @@ class LoopRun:
 
     def _go_on_from(self, directory: Path) -> None:
         now = None if self._any_ranks else self._ranks.world_size
-        manifest = require_guest(
+        manifest = loop_checkpoint.require_guest(
             directory, "loop", world_size=now, needed="index.json", whose="verl_slurm.run"
         )
         paths = self._session.paths
@@ -303,12 +297,15 @@ class LoopRun:
             _complain(f"save failed: {failure.one_line()}")
         return failure
 
-    def _store(self, save: LoopSave, request: SaveRequest | None) -> Callable[[], SavedCheckpoint]:
+    def _store(
+        self, save: loop_checkpoint.LoopSave, request: SaveRequest | None
+    ) -> Callable[[], SavedCheckpoint]:
         """Copies the state; what it returns waits until that is written and committed. Collective."""
         began, ranks, session = time.monotonic(), self._ranks, self._session
         domains, runtime = take_state(self._objects, save.step, ranks)
         texts = ranks.together(
-            "starting the save", lambda: small_files(session.paths, save) if ranks.rank == 0 else {}
+            "starting the save",
+            lambda: loop_checkpoint.small_files(session.paths, save) if ranks.rank == 0 else {},
         )
         if self._native is None:
             self._native = self._new_saver(domains)
@@ -334,7 +331,7 @@ class LoopRun:
         config = self._saver.checkpoint
         assert config is not None
 
-        data = self._ranks.on_first("starting the save", lambda: data_digest(paths), str)
+        data = self._ranks.on_first("starting the save", lambda: loop_checkpoint.data_digest(paths), str)
         return CheckpointSaver(
             paths,
             domains,
@@ -396,7 +393,7 @@ def _take_the_run(run_dir: Path) -> _Start:
     mine = take_epoch(paths, job_id=str(os.getpid()), restart=0)
     private_dir(paths.checkpoints)
     sweep(paths)
-    sweep_work(paths)
+    loop_checkpoint.sweep_work(paths)
     # Reads every byte of the newest checkpoint: without a daemon nothing has verified it.
     keys = keys_for(paths.root)
     choice = choose_resume(paths, "auto", verifier=lambda path: verify(path, keys=keys))

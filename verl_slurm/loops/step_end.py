@@ -202,7 +202,8 @@ def _first_need(session: Session) -> Need:
     return need_of_next(0, 1, basis="an estimate")
 
 
-Store = Callable[[LoopSave, SaveRequest | None], Callable[[], SavedCheckpoint]]
+Commit = Callable[[], SavedCheckpoint]
+Store = Callable[[LoopSave, SaveRequest | None], Commit]
 """Takes the state of a step, or has it written; what it returns commits it, perhaps in a thread. Both are collective,
 and raise RanksFailed on all ranks or none."""
 
@@ -410,8 +411,8 @@ class StepEndSaver:
         """
         if not self.session.has_run:
             return None
-        once = partial(self._save_once, step, store, metrics=metrics, why=why, last=last)
-        failure = once(began=began)
+        once = partial(self._save_once, step, store, metrics, why, last)
+        failure = once(began)
         # What a framework has written by itself is gone with its failed commit.
         for pause_s in LAST_TRIES_S if last and began is None else ():
             if failure is None:
@@ -420,7 +421,7 @@ class StepEndSaver:
             self.saving = True  # the watcher must not give the run up in between
             # Alike on all ranks: a failed save fails on all of them.
             time.sleep(pause_s)
-            failure = once()
+            failure = once(None)
         return failure
 
     def files(self, name: str, write: Callable[[], None] | None = None, seal: Seal = _wait_for_all) -> Store:
@@ -433,7 +434,7 @@ class StepEndSaver:
                 that their ranks have made durable and hashed; rank 0 does the others.
         """
 
-        def put(save: LoopSave, request: SaveRequest | None) -> Callable[[], SavedCheckpoint]:
+        def put(save: LoopSave, request: SaveRequest | None) -> Commit:
             if write is not None:
                 write()
             written, session = self.work / name, self.session
@@ -467,11 +468,10 @@ class StepEndSaver:
         self,
         step: int,
         store: Store,
-        *,
         metrics: Mapping[str, object],
         why: str,
         last: bool,
-        began: float | None = None,
+        began: float | None,
     ) -> RanksFailed | None:
         # At most one save is under way, and a fence that it met is raised here, before another one is written.
         self.settle()
@@ -508,9 +508,9 @@ class StepEndSaver:
             # In the loop's thread: the next step changes the state.
             commit = store(save, request)
             if self._pool is None:
-                return self._commit(save, commit, request, why, last=last)
+                return self._commit(save, commit, request, why, last)
             # Set before `saving` is cleared: `_is_busy` must not see a gap between the two.
-            self._pending = self._pool.submit(self._commit, save, commit, request, why, last=last)
+            self._pending = self._pool.submit(self._commit, save, commit, request, why, last)
         except RanksFailed as error:
             return self._failed(save, error, request)
         finally:
@@ -585,13 +585,7 @@ class StepEndSaver:
         self.session.saved(request_id, name, seconds=0.0, num_bytes=0, reason=why)
 
     def _commit(
-        self,
-        save: LoopSave,
-        commit: Callable[[], SavedCheckpoint],
-        request: SaveRequest | None,
-        why: str,
-        *,
-        last: bool,
+        self, save: LoopSave, commit: Commit, request: SaveRequest | None, why: str, last: bool
     ) -> RanksFailed | None:
         """Collective over `_side`; with `beside` in the thread."""
         failure: RanksFailed | None = None

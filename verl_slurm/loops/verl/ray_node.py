@@ -35,13 +35,7 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.loops.session import Session
 from verl_slurm.loops.verl.verl_settings import require_verl, resume_point, start_settings
 from verl_slurm.program.programs import Moves
-from verl_slurm.verl.ray_nodes import (
-    object_store_bytes,
-    ray_argv,
-    ray_environment,
-    ray_token,
-    temp_fits,
-)
+from verl_slurm.verl.ray_nodes import object_store_bytes, ray_argv, ray_environment, ray_token, temp_fits
 from verl_slurm.wire.environment import CONTROL_VARIABLE, GENERATION_VARIABLE, RECIPE_VARIABLE
 from verl_slurm.wire.http import listener_of
 from verl_slurm.wire.lead_file import read_lead_address

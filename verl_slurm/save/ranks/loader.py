@@ -30,11 +30,7 @@ _BUFFER_BYTES = 512 << 20
 
 
 def read_tensors(
-    reader: CheckpointReader,
-    domains: Mapping[str, Tensors],
-    ranks: Collective,
-    *,
-    near: Path | None = None,
+    reader: CheckpointReader, domains: Mapping[str, Tensors], ranks: Collective, *, near: Path | None = None
 ) -> None:
     """Fill the tensors of each domain (`actor`, `critic`, `optimizer`) in place. Collective.
 
