@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.save.nodes import Ranks
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.loops.loop_state import MAX_TREE_BYTES, Objects, common_of, join, split, taken
+from verl_slurm.loops.loop_state import MAX_TREE_BYTES, Objects, common_of, join, split, encode_state
 
 pytestmark = pytest.mark.torch
 
@@ -88,4 +88,4 @@ def test_every_value_comes_back_as_it_was_given() -> None:
 )
 def test_what_cannot_be_saved_is_refused_by_name(state: dict[Any, Any], where: str) -> None:
     with pytest.raises(ConfigError, match=rf": {where}\b"):
-        taken(Objects({"odd": Holds(state)}))
+        encode_state(Objects({"odd": Holds(state)}))

@@ -316,7 +316,7 @@ def _require_keys(value: Mapping[Any, Any], path: str) -> None:
         raise ConfigError("a state has keys that cannot be saved", where=path, found=strange or names[:5])
 
 
-def taken(objects: Objects) -> tuple[bytes, Leaves]:
+def encode_state(objects: Objects) -> tuple[bytes, Leaves]:
     """Returns the tree of the objects' state, as it will lie in a file, and its tensors: they share memory with the
     training.
 
@@ -513,7 +513,7 @@ def _another_stream(generators: Generators, rank: int) -> Generators:
 
 
 def _digested(objects: Objects, num_ranks: int) -> tuple[bytes, Leaves, dict[str, bytes]]:
-    tree, leaves = taken(objects)
+    tree, leaves = encode_state(objects)
     # A rank alone has all in common with itself.
     digests = {path: _digest(path, tensor) for path, tensor in leaves.plain.items()} if num_ranks > 1 else {}
     return tree, leaves, digests

@@ -45,7 +45,7 @@ from verl_slurm.checkpoint.store.run_config import keys_for
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config.load import dump, load_own
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.loops.loop_state import Objects, load_state, take_state, taken
+from verl_slurm.loops.loop_state import Objects, load_state, take_state, encode_state
 from verl_slurm.loops.session import Session
 from verl_slurm.loops.step_end import StepEndSaver, own_ranks
 from verl_slurm.save.ranks import rng
@@ -149,7 +149,7 @@ class LoopRun:
             self._session, "call torch.distributed.init_process_group before `with verl_slurm.run(...)`"
         )
         self._objects = Objects(self._named)
-        taken(self._objects)  # refuses now, not at the first save, what cannot be saved
+        encode_state(self._objects)  # refuses now, not at the first save, what cannot be saved
         # Under a daemon `run_dir` is ignored: the run has a directory, which its lead verifies.
         if not self._session.has_daemon and self._run_dir is not None:
             self._session = self._by_hand(Path(self._run_dir))
@@ -378,7 +378,7 @@ def _take_the_run(run_dir: Path) -> _Start:
     paths = RunPaths(run_dir.absolute())
     # 0700, and refused if it is another user's: checkpoints of this directory are loaded.
     private_dir(paths.root)
-    # Before the epoch is taken: taking it would fence that lead's run.
+    # Before the epoch is encode_state: taking it would fence that lead's run.
     if paths.lead_address.exists():
         raise ConfigError(
             "a daemon serves this run",
