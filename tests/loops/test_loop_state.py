@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.save.nodes import Ranks
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.loops.loop_state import MAX_TREE_BYTES, Objects, common_of, join, split, encode_state
+from verl_slurm.loops.loop_state import MAX_TREE_BYTES, Objects, common_of, encode_state, join, split
 
 pytestmark = pytest.mark.torch
 

@@ -45,7 +45,7 @@ from verl_slurm.checkpoint.store.run_config import keys_for
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config.load import dump, load_own
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.loops.loop_state import Objects, load_state, take_state, encode_state
+from verl_slurm.loops.loop_state import Objects, encode_state, load_state, take_state
 from verl_slurm.loops.session import Session
 from verl_slurm.loops.step_end import StepEndSaver, own_ranks
 from verl_slurm.save.ranks import rng
