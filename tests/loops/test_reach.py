@@ -29,7 +29,7 @@ RECENT = [10.0, 10.0, 50.0, 10.0, 10.0]
             id="no-time-for-the-save",
         ),
         pytest.param(1.0, 100.0, [10.0], None, True, "100.0 s", id="overdue-may-end-at-any-moment"),
-        pytest.param(20.0, 0.0, [], 30.0, False, "a save takes about 30 s", id="save-alone-too-long"),
+        pytest.param(20.0, 0.0, [], 30.0, False, "a save takes about 45 s", id="save-alone-too-long"),
         pytest.param(-1.0, 0.0, [], None, False, "the deadline is over", id="over"),
     ],
 )

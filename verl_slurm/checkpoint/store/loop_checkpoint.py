@@ -146,12 +146,12 @@ def require_guest(
     """
     manifest = read_manifest(directory)
     # The field was added with loops; manifests without it are the native trainer's.
-    whose = "native" if isinstance(manifest.guest, msgspec.UnsetType) else manifest.guest
-    if whose != guest:
+    kind = "native" if isinstance(manifest.guest, msgspec.UnsetType) else manifest.guest
+    if kind != guest:
         raise ConfigError(
             "the checkpoint is of another kind of loop",
             where=directory,
-            found=whose,
+            found=kind,
             expected=guest,
             remedy="go on with the trainer.backend that wrote it, or start with checkpoint.resume_from=null",
         )
