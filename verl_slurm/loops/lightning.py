@@ -55,13 +55,10 @@ class ResumableDataLoader(DataLoader[Any]):
     """`torch.utils.data.DataLoader`, unchanged but resumable in mid-epoch, with exactly the remaining batches. Iterate
     over one epoch at a time.
 
-    Its output is a function of two things: the random generators at the start of its epoch (the order of the samples,
-    the seeds of its workers), and the draws of its dataset and its collate function. So a resume restores the
-    generators of the epoch's start, loads the batches that were trained on once more and drops them, and restores the
-    generators of the save. That costs the loading time of those batches.
-
-    Lightning also accepts it as stateful (`state_dict`, `load_state_dict`). A single process needs no more. Of several
-    ranks Lightning saves the first one's only; `_Place` has the others'.
+    Its output follows from the generators at its epoch's start (order, seeds of workers) and the draws of dataset and
+    collate function. So a resume restores those generators, loads the batches that were trained on once more and drops
+    them, and restores the generators of the save. Of several ranks Lightning saves the first one's state only; `_Place`
+    has the others'.
 
     Attributes:
         epoch_began: the generators at the start of the running or last epoch; None: none began.

@@ -13,18 +13,10 @@ A tensor's name is its path in the tree (`model/layer.weight`), and a mark stand
 {_MARK: ["int", "0x1f..."]}       of more than 64 bits, as NumPy's generators have
 ```
 
-Files, as of the native trainer (`checkpoint.format.specification`):
-
-```
-DOMAIN/        tensors with the same bits on every rank, written once, and DTensors, of which each rank writes its part
-DOMAIN/own/    all others, by rank: `0003/model/layer.weight`
-runtime_state.rank_0003.msgpack.zst   one per rank: step, generators, and as `loop.tree` the rest (above)
-```
-
-Digests decide which tensors are common, not the model's wrapper. So a replica that has drifted, or batch statistics
-that each rank has for itself, are kept for each rank as they are.
-
-TRL's trainers have such files inside of the Trainer's own directory (`trl_state`).
+Tensors with the same bits on every rank are written once, of DTensors each rank writes its part, and all others are
+each rank's own (`checkpoint.format.specification`). The rank's runtime state has the tree and the generators. Digests
+decide which tensors are common, not the model's wrapper: a replica that has drifted, or batch statistics that each rank
+has for itself, are kept for each rank as they are. TRL's trainers have such files in the Trainer's own directory.
 """
 
 import hashlib
@@ -342,9 +334,6 @@ def take_state(
 ) -> tuple[dict[str, Tensors], RuntimeState]:
     """Returns what a saver takes of this rank: tensors by domain and name, live ones, and the rest. Collective.
 
-    Args:
-        step: whole steps done.
-
     Raises:
         RanksFailed: some rank has a state that cannot be saved.
     """
@@ -373,14 +362,8 @@ def take_state(
 def write_state(
     objects: Objects, directory: Path, step: int, ranks: Collective, *, domain: str
 ) -> tuple[FileEntry, ...]:
-    """Writes this rank's state below a directory of a framework, durable when it returns. Collective.
-
-    Args:
-        directory: seen by all ranks.
-        domain: an empty directory in it.
-
-    Returns:
-        The entries of all ranks' files on rank 0, relative to `directory`; nothing on the others.
+    """Writes this rank's state into `domain`, an empty directory in that of a framework, which all ranks see. Durable
+    when it returns the entries of all ranks' files, relative to `directory`, on rank 0. Collective.
 
     Raises:
         RanksFailed: some rank could not.

@@ -126,12 +126,7 @@ _FILES_PER_RANK = 8
 
 
 class _Keeper:
-    """Keeps a loop's checkpoints in bounds, and looks whether the next one will fit. On rank 0.
-
-    Args:
-        config: `checkpoint` of the run.
-        keys: what keeps older ones from being removed must be signed with one of them.
-    """
+    """Keeps a loop's checkpoints in bounds, and looks whether the next one will fit. On rank 0."""
 
     def __init__(self, session: Session, config: CheckpointConfig, keys: Keyring | None) -> None:
         self._session, self._config, self._keys = session, config, keys
@@ -632,11 +627,7 @@ class StepEndSaver:
 
 
 def _require_frameworks_own(config: CheckpointConfig) -> None:
-    """Refuses settings that only our own saver can follow.
-
-    Raises:
-        ConfigError: there is one.
-    """
+    """Refuses settings that only our own saver can follow."""
     for key in ("encryption", "local_dir"):
         if getattr(config, key) is not None:
             raise ConfigError(

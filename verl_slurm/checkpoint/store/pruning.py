@@ -174,11 +174,9 @@ def prune_as_configured(
     disk from the training. Runs on rank 0; raises as `apply_prune`.
 
     Args:
-        config: `checkpoint` of the run.
-        assured: names that are known to be whole without being read: they were verified before we loaded them, or
-            committed by ourselves.
+        assured: names that are known to be whole: they were verified before we loaded them, or committed by ourselves.
         keys: what keeps older ones from being removed must be signed with one of them.
-        partial: `paths` has partial saves: no run resumes from them, so the newest one is assurance enough.
+        partial: no run resumes from these, so the newest one is assurance enough.
     """
     infos, best = list_checkpoints(paths, partial=partial), Best.of(config)
     # So many stay whatever `keep_last` says: a fresh save has not been read back yet.

@@ -6,9 +6,6 @@ with the weights as they are, so the fence hardly ever has to wait. Then the wri
 (`save.writer.protocol`), and the thread waits for its answers.
 
 The arena holds one state. A save that begins while the one before is being written waits for it.
-
-Tensors of our trainer stay where they are for a whole run. Those of another loop may be others at each save (an
-optimizer has none before its first step): `lay_out` takes them, and makes arena and saver anew where places change.
 """
 
 import os
