@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.fakes.daemon import Daemon
 from tests.lanes import with_variants
-from tests.loops.frames_kit import Run, save, stop
+from tests.loops.frames_kit import Run, stop
 from verl_slurm.base.errors import ConfigError, DataError
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.wire.messages import Finished, RankNotice, RankSaved, RankSaveFailed, SaveRequest, SaveStarted
@@ -108,6 +108,12 @@ class Life:
         return torch.cat([p.detach().flatten() for p in self.model.parameters()])
 
 
+class Killed(TrainerCallback):
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 6:
+            raise RuntimeError("killed")
+
+
 def short(tmp_path: Path, service: VerlSlurmCallback, *more: TrainerCallback, **settings: Any) -> Trainer:
     """A Trainer of two steps that the callback has not begun to serve."""
     words = {"max_steps": 2, "use_cpu": True, "report_to": [], "disable_tqdm": True} | settings
@@ -122,23 +128,6 @@ PLATEAU = {
     "eval_steps": 2,
     "metric_for_best_model": "loss",
 }
-
-
-def test_asked_to_stop_it_saves_at_the_end_of_the_step_and_leaves(tmp_path: Path) -> None:
-    run, daemon = Run(tmp_path / "run"), Daemon({4: stop()})
-    life = Life(run.life(daemon))
-    assert life.stopped
-    assert daemon.kinds() == ["SaveStarted", "PartSaved", "RankSaved", "Stopped"]
-    [saved] = daemon.heard(RankSaved)
-    assert (saved.name, saved.request_id, saved.on_shared) == ("step_000004", 1, True)
-    [checkpoint] = run.checkpoints()
-    verdict = verify(checkpoint)
-    assert verdict.ok, verdict.one_line()
-    assert verdict.manifest is not None
-    assert (verdict.manifest.guest, verdict.manifest.step) == ("loop", 4)
-    assert (checkpoint / "guest/trainer_state.json").exists()
-    assert not list(run.paths.work(1).iterdir()), "it was moved, not copied"
-    assert life.trainer.args.output_dir == str(run.paths.root / "out")
 
 
 @pytest.mark.long
@@ -168,31 +157,6 @@ def test_a_run_stopped_at_any_step_ends_bit_for_bit_as_if_it_had_not_been(
         assert [message.step for message in ended.heard(Finished)] == [total]
 
 
-def test_killed_without_a_word_it_goes_on_from_the_newest_checkpoint_bit_for_bit_alike(
-    tmp_path: Path,
-) -> None:
-    class Killed(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 6:
-                raise KeyboardInterrupt
-
-    straight = Life(Run(tmp_path / "straight").life(Daemon()))
-    run = Run(tmp_path / "killed")
-    with pytest.raises(KeyboardInterrupt):
-        Life(run.life(Daemon()), Killed(), save_strategy="steps", save_steps=4)
-    ended = Daemon()
-    resumed = Life(run.life(ended), save_strategy="steps", save_steps=4)
-    assert ended.steps()[:2] == [4, 5]
-    assert torch.equal(resumed.weights, straight.weights)
-
-
-def test_a_save_that_somebody_asks_for_stops_nothing(tmp_path: Path) -> None:
-    run, daemon = Run(tmp_path / "run"), Daemon({3: save()})
-    assert not Life(run.life(daemon)).stopped
-    assert [message.name for message in daemon.heard(RankSaved)] == ["step_000003", "step_000012"]
-    assert daemon.kinds()[-1] == "Finished"
-
-
 def test_saved_is_what_the_trainer_saves_and_at_each_every_steps_and_rotation_finds_nothing(
     tmp_path: Path,
 ) -> None:
@@ -203,23 +167,6 @@ def test_saved_is_what_the_trainer_saves_and_at_each_every_steps_and_rotation_fi
     # Without it the daemon takes a slow save for silence.
     assert [(m.request_id, m.step) for m in daemon.heard(SaveStarted)] == [(0, s) for s in (4, 5, 8, 10, 12)]
     assert [path.name for path in run.checkpoints()] == names[-3:], "checkpoint.keep_last says how many stay"
-
-
-def test_behind_its_last_step_no_further_one_is_trained(tmp_path: Path) -> None:
-    """Left alone, transformers 5.10 trains one more: 12 steps are two epochs and two steps."""
-    run = Run(tmp_path / "run")
-    first = Life(run.life(Daemon()))
-    again = Daemon()
-    second = Life(run.life(again))
-    assert again.steps() == [12]
-    assert again.kinds() == ["Finished"]
-    assert torch.equal(first.weights, second.weights)
-
-
-def test_asked_at_its_last_step_it_is_done_and_not_stopped(tmp_path: Path) -> None:
-    daemon = Daemon({12: stop()})
-    assert not Life(Run(tmp_path / "run").life(daemon)).stopped
-    assert daemon.kinds() == ["SaveStarted", "PartSaved", "RankSaved", "Finished"]
 
 
 def test_within_a_with_block_the_run_is_done_at_its_end_only(tmp_path: Path) -> None:
