@@ -1,4 +1,4 @@
-"""Frameworks as guests, in this process: asked, stopped, killed, resumed, done. What is each one's own is in its file."""
+"""Frameworks as guests, in this process: asked, stopped, killed, resumed, done. Each one's own is in its file."""
 
 from importlib import import_module
 from pathlib import Path

@@ -1,16 +1,34 @@
 """A loop's state as tensors by name and a tree: which tensors are common, and what comes back."""
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.builders import new_run
 from tests.save.nodes import Ranks
+from tests.save.parts import ALONE
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.loops.loop_state import MAX_TREE_BYTES, Objects, common_of, encode_state, join, split
+from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.files import private_dir
+from verl_slurm.checkpoint.store.loop_checkpoint import LoopSave, clear_work, commit_tree
+from verl_slurm.checkpoint.store.reader import CheckpointReader
+from verl_slurm.checkpoint.store.verify import verify
+from verl_slurm.loops.loop_state import (
+    MAX_TREE_BYTES,
+    Objects,
+    common_of,
+    encode_state,
+    join,
+    load_state,
+    split,
+    write_state,
+)
 
 pytestmark = pytest.mark.torch
 
@@ -73,6 +91,26 @@ def test_every_value_comes_back_as_it_was_given() -> None:
         assert found[name].dtype == state[name].dtype
         assert torch.equal(found[name], state[name])
     assert found["tied"][0] is found["tied"][1]
+
+
+def test_what_is_saved_beside_a_frameworks_own_files_comes_back_from_their_checkpoint(tmp_path: Path) -> None:
+    paths = new_run(tmp_path / "run")
+    epoch = take_epoch(paths, job_id="1", restart=0).epoch
+    written = private_dir(clear_work(paths, epoch) / "guest")
+    (written / "trainer_state.json").write_text("{}")
+    private_dir(written / "trl")
+    held = Holds({"steps": [1, 2], "kept": torch.arange(3.0)})
+    entries = write_state(Objects({"trainer": held}), written, 4, ALONE, domain="trl")
+    below = [msgspec.structs.replace(entry, path=f"guest/{entry.path}") for entry in entries]
+    save = LoopSave(guest="loop", step=4, epoch=epoch, world_size=1)
+    done = paths.checkpoints / commit_tree(paths, save, {"guest": written}, sealed=below).name
+    assert verify(done).ok
+    found = Holds({})
+    load_state(
+        Objects({"trainer": found}), CheckpointReader(done), ALONE, domain="guest/trl", states="guest/trl"
+    )
+    assert found.state["steps"] == [1, 2]
+    assert torch.equal(found.state["kept"], held.state["kept"])
 
 
 @pytest.mark.parametrize(
