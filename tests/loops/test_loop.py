@@ -231,7 +231,7 @@ def test_asked_to_stop_it_leaves_with_a_saved_step_and_goes_on_there_later(
 
 
 def test_a_save_that_fails_is_said_and_the_loop_leaves_all_the_same(
-    alone: Alone, monkeypatch: pytest.MonkeyPatch
+    alone: Alone, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
@@ -244,6 +244,7 @@ def test_a_save_that_fails_is_said_and_the_loop_leaves_all_the_same(
     failed = next(m for m in said if isinstance(m, RankSaveFailed))
     assert "No space left" in failed.reason
     assert said[-1] == Stopped(rank=0, request_id=1)
+    assert "save failed: " in capfd.readouterr().err, "by hand no daemon says it"
     assert alone.names == []
 
 

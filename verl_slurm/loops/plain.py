@@ -259,8 +259,9 @@ class LoopRun:
             self._saver.leave()
 
     def save(self, reason: str = "the loop asked for it") -> None:
-        """Saves the state now, after `step` whole steps. Collective."""
+        """Saves the state now, after `step` whole steps, and waits until it is saved or has failed. Collective."""
         self._save(reason)
+        self._saver.settle()
 
     def finish(self) -> None:
         """Ends the run, for a loop that stops early. Saves, unless this step is saved. Collective.
@@ -268,6 +269,8 @@ class LoopRun:
         Raises:
             RanksFailed: the end cannot be saved: a run that lost its end is not done.
         """
+        # A save of this step may be under way, and be over on some ranks only.
+        self._saver.settle()
         if self._saver.saved_step != self.step and (failure := self._save(last=True)) is not None:
             raise failure
         self._done = True
@@ -292,10 +295,7 @@ class LoopRun:
         self._saver.close(broken=not isinstance(error, SystemExit | None))
 
     def _save(self, why: str = "", *, last: bool = False) -> RanksFailed | None:
-        failure = self._saver.save(self.step, self._store, metrics=self._row, why=why, last=last)
-        if failure is not None and self._session.rank == 0:
-            _complain(f"save failed: {failure.one_line()}")
-        return failure
+        return self._saver.save(self.step, self._store, metrics=self._row, why=why, last=last)
 
     def _store(
         self, save: loop_checkpoint.LoopSave, request: SaveRequest | None

@@ -23,6 +23,7 @@ end will come too late. It polls because the page is memory, and a write to it n
 """
 
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -618,6 +619,8 @@ class StepEndSaver:
         # A failed save costs that save alone: the previous checkpoint counts, and training goes on.
         self.session.save_failed(request.request_id if request else 0, error.one_line())
         if self._keeper is not None:
+            # Here, too: without a daemon nobody else says it.
+            sys.stderr.write(f"verl_slurm: save failed: {error.one_line()}\n")
             self._keeper.failed(error.one_line())
         # By class name: another rank may have raised the error, and its text and class name are what travels.
         if Fenced.__name__ in error.kinds:
