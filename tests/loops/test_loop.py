@@ -153,7 +153,9 @@ def test_it_is_encrypted_kept_on_the_node_too_and_the_best_stays(
     (local := tmp_path / "local").mkdir(mode=0o700)
     kept = {"key_file": tmp_path / "key", "local_dir": local, "local_keep": 1}
     best = {"keep_best": 1, "best_metric": "loss", "best_mode": "min"}
-    write_config(alone.paths, backend="command", every_steps=2, keep_last=2, **kept, **best)
+    write_config(
+        alone.paths, backend="command", command=("train.py",), every_steps=2, keep_last=2, **kept, **best
+    )
     optimizer = torch.optim.AdamW(alone.model.parameters())  # it has no tensors before its first step
     alone.life(monkeypatch, 8, optimizer=optimizer)
     assert alone.names == ["step_000002", "step_000006", "step_000008"]
