@@ -75,7 +75,7 @@ def test_hydras_option_for_a_file_names_what_takes_its_place(words: list[str], i
             "checkpoint.cadence",
         ),
         (
-            "trainer: {backend: command, command: [a.py]}\ncheckpoint: {local_dir: /nvme}",
+            "trainer: {backend: verl}\ncheckpoint: {local_dir: /nvme}",
             "checkpoint.local_dir",
         ),
         ("trainer: {backend: verl}\ndistributed: {dp_size: 4, tp_size: 2}", "distributed.tp_size"),

@@ -53,7 +53,7 @@ def test_the_launcher_of_ranks_is_told_its_place_and_so_is_ray() -> None:
     assert argv[:7] == ["python", "-P", "-m", "verl_slurm_daemon.agent.ranks", "2", "1", "1"]
     assert argv[7:] == ["-m", "verl_slurm.trainer", *LIFE]
     argv = launcher.launcher_argv("python", _guest("backend: verl"), PATHS, LAUNCH, Path("/run/x"))
-    assert argv[:4] == ["python", "-P", "-m", "verl_slurm.loops.ray_node"]
+    assert argv[:4] == ["python", "-P", "-m", "verl_slurm.loops.verl.ray_node"]
     place = ["--node-rank", "1", "--head", "10.0.0.1:29500", "--nodes", "2", "--scratch", "/run/x"]
     assert argv[-8:] == place
 
@@ -292,7 +292,7 @@ def _guest(text: str) -> RunConfig:
     [
         ("backend: command, command: [/x/train.py, --run, '3']", ["/x/train.py", "--run", "3"]),
         ("backend: command, command: [-m, pkg.train, --nnodes, '9']", ["-m", "pkg.train", "--nnodes", "9"]),
-        ("backend: verl, entry: sft", ["-m", "verl_slurm.loops.verl_sft", *LIFE]),
+        ("backend: verl, entry: sft", ["-m", "verl_slurm.loops.verl.verl_sft", *LIFE]),
     ],
 )
 def test_a_guest_is_started_with_its_own_words(text: str, program: list[str]) -> None:

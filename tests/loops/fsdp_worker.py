@@ -113,12 +113,7 @@ def live(
     taken = ranks.on_first("", lambda: take_epoch(paths, job_id="1", restart=0).epoch, int)
     newest = sorted(paths.checkpoints.glob("step_*"))[-1:]
     session = Session(
-        daemon,
-        rank=ranks.rank,
-        world_size=2,
-        paths=paths,
-        epoch=taken,
-        resume=newest[0] if newest else None,
+        daemon, rank=ranks.rank, world_size=2, paths=paths, epoch=taken, resume=newest[0] if newest else None
     )
     trainer, sampled = make(session)
     try:

@@ -30,4 +30,4 @@ def test_a_sharded_loop_that_was_killed_ends_bit_for_bit_alike(tmp_path: Path) -
     two_ranks(WORKER, str(tmp_path), "loop")
     names = sorted(path.name for path in (tmp_path / "stopped/checkpoints").iterdir())
     assert names[-1] == "step_000009"
-    assert (tmp_path / "stopped/checkpoints" / names[-1] / "guest/sharded/__1_0.distcp").exists()
+    assert (tmp_path / "stopped/checkpoints" / names[-1] / "guest/rank_0001.bin").exists()

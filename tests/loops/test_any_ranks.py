@@ -8,12 +8,8 @@ from torch import nn
 
 import verl_slurm
 from tests.builders import write_config
-from tests.fakes.agent import Agent
-from tests.loops.test_loop import train as train_worker
+from tests.loops.test_loop import Alone, train as train_worker
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.base.fence import take_epoch
-from verl_slurm.base.files import private_dir
-from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.catalog import newest_checkpoint
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.wire.messages import RankRefused
@@ -61,13 +57,9 @@ def test_state_that_each_rank_has_for_itself_is_refused_by_name(tmp_path: Path) 
 def test_a_run_that_may_lose_nodes_takes_such_a_loop_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, any_ranks: bool
 ) -> None:
-    paths = RunPaths(private_dir(tmp_path / "run"))
-    write_config(paths, backend="command", command=("train.py",), nodes=2, min_nodes=1)
-    epoch = take_epoch(paths, job_id="1", restart=0).epoch
-    monkeypatch.setattr("verl_slurm.loops.session.die_with_launcher", lambda: None)
-    with Agent(paths, epoch=epoch) as agent:
-        for name, value in agent.environ.items():
-            monkeypatch.setenv(name, value)
+    alone = Alone(tmp_path / "run")
+    write_config(alone.paths, backend="command", command=("train.py",), nodes=2, min_nodes=1)
+    with alone.served(monkeypatch) as agent:
         if any_ranks:
             with verl_slurm.run(model=nn.Linear(2, 2), any_ranks=True) as run:
                 assert list(run.steps(1)) == [0]

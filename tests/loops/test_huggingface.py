@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.fakes.daemon import Daemon
 from tests.lanes import with_variants
-from tests.loops.frames_kit import Run, save, stop
+from tests.loops.frames_kit import Run, stop
 from verl_slurm.base.errors import ConfigError, DataError
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.wire.messages import Finished, RankNotice, RankSaved, RankSaveFailed, SaveRequest, SaveStarted
@@ -108,6 +108,19 @@ class Life:
         return torch.cat([p.detach().flatten() for p in self.model.parameters()])
 
 
+class Killed(TrainerCallback):
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 6:
+            raise RuntimeError("killed")
+
+
+def short(tmp_path: Path, service: VerlSlurmCallback, *more: TrainerCallback, **settings: Any) -> Trainer:
+    """A Trainer of two steps that the callback has not begun to serve."""
+    words = {"max_steps": 2, "use_cpu": True, "report_to": [], "disable_tqdm": True} | settings
+    args = TrainingArguments(str(tmp_path / "out"), **words)
+    return Trainer(Net(), args, train_dataset=Numbers(), callbacks=[service, *more])
+
+
 PLATEAU = {
     "lr_scheduler_type": "reduce_lr_on_plateau",
     "lr_scheduler_kwargs": {"patience": 0, "factor": 0.5, "threshold": 9.0},
@@ -115,23 +128,6 @@ PLATEAU = {
     "eval_steps": 2,
     "metric_for_best_model": "loss",
 }
-
-
-def test_asked_to_stop_it_saves_at_the_end_of_the_step_and_leaves(tmp_path: Path) -> None:
-    run, daemon = Run(tmp_path / "run"), Daemon({4: stop()})
-    life = Life(run.life(daemon))
-    assert life.stopped
-    assert daemon.kinds() == ["SaveStarted", "PartSaved", "RankSaved", "Stopped"]
-    [saved] = daemon.heard(RankSaved)
-    assert (saved.name, saved.request_id, saved.on_shared) == ("step_000004", 1, True)
-    [checkpoint] = run.checkpoints()
-    verdict = verify(checkpoint)
-    assert verdict.ok, verdict.one_line()
-    assert verdict.manifest is not None
-    assert (verdict.manifest.guest, verdict.manifest.step) == ("loop", 4)
-    assert (checkpoint / "guest/trainer_state.json").exists()
-    assert not list(run.paths.work(1).iterdir()), "it was moved, not copied"
-    assert life.trainer.args.output_dir == str(run.paths.root / "out")
 
 
 @pytest.mark.long
@@ -161,31 +157,6 @@ def test_a_run_stopped_at_any_step_ends_bit_for_bit_as_if_it_had_not_been(
         assert [message.step for message in ended.heard(Finished)] == [total]
 
 
-def test_killed_without_a_word_it_goes_on_from_the_newest_checkpoint_bit_for_bit_alike(
-    tmp_path: Path,
-) -> None:
-    class Killed(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 6:
-                raise KeyboardInterrupt
-
-    straight = Life(Run(tmp_path / "straight").life(Daemon()))
-    run = Run(tmp_path / "killed")
-    with pytest.raises(KeyboardInterrupt):
-        Life(run.life(Daemon()), Killed(), save_strategy="steps", save_steps=4)
-    ended = Daemon()
-    resumed = Life(run.life(ended), save_strategy="steps", save_steps=4)
-    assert ended.steps()[:2] == [4, 5]
-    assert torch.equal(resumed.weights, straight.weights)
-
-
-def test_a_save_that_somebody_asks_for_stops_nothing(tmp_path: Path) -> None:
-    run, daemon = Run(tmp_path / "run"), Daemon({3: save()})
-    assert not Life(run.life(daemon)).stopped
-    assert [message.name for message in daemon.heard(RankSaved)] == ["step_000003", "step_000012"]
-    assert daemon.kinds()[-1] == "Finished"
-
-
 def test_saved_is_what_the_trainer_saves_and_at_each_every_steps_and_rotation_finds_nothing(
     tmp_path: Path,
 ) -> None:
@@ -198,31 +169,10 @@ def test_saved_is_what_the_trainer_saves_and_at_each_every_steps_and_rotation_fi
     assert [path.name for path in run.checkpoints()] == names[-3:], "checkpoint.keep_last says how many stay"
 
 
-def test_behind_its_last_step_no_further_one_is_trained(tmp_path: Path) -> None:
-    """Left alone, transformers 5.10 trains one more: 12 steps are two epochs and two steps."""
-    run = Run(tmp_path / "run")
-    first = Life(run.life(Daemon()))
-    again = Daemon()
-    second = Life(run.life(again))
-    assert again.steps() == [12]
-    assert again.kinds() == ["Finished"]
-    assert torch.equal(first.weights, second.weights)
-
-
-def test_asked_at_its_last_step_it_is_done_and_not_stopped(tmp_path: Path) -> None:
-    daemon = Daemon({12: stop()})
-    assert not Life(Run(tmp_path / "run").life(daemon)).stopped
-    assert daemon.kinds() == ["SaveStarted", "PartSaved", "RankSaved", "Finished"]
-
-
 def test_within_a_with_block_the_run_is_done_at_its_end_only(tmp_path: Path) -> None:
     run, daemon = Run(tmp_path / "run"), Daemon()
-    session = run.life(daemon)
-    args = TrainingArguments(
-        str(tmp_path / "out"), max_steps=2, use_cpu=True, report_to=[], disable_tqdm=True
-    )
-    with VerlSlurmCallback(session) as service:
-        service.train(Trainer(Net(), args, train_dataset=Numbers(), callbacks=[service]))
+    with VerlSlurmCallback(run.life(daemon)) as service:
+        service.train(short(tmp_path, service))
         assert not daemon.heard(Finished)
     assert daemon.heard(Finished)
 
@@ -346,18 +296,12 @@ def test_steps_that_are_done_again_since_a_later_batch_did_not_fit_are_said(
 
 
 def test_a_second_training_with_one_callback_is_refused(tmp_path: Path) -> None:
-    def trainer(service: VerlSlurmCallback) -> Trainer:
-        args = TrainingArguments(
-            str(tmp_path / "out"), max_steps=2, use_cpu=True, report_to=[], disable_tqdm=True
-        )
-        return Trainer(Net(), args, train_dataset=Numbers(), callbacks=[service])
-
     run, daemon = Run(tmp_path / "run"), Daemon()
     with (
         pytest.raises(ConfigError, match="a run is one training"),
         VerlSlurmCallback(run.life(daemon)) as held,
     ):
-        first = trainer(held)
+        first = short(tmp_path, held)
         held.train(first)
         held.train(first)
     assert first.args.output_dir == str(tmp_path / "out")
@@ -366,9 +310,9 @@ def test_a_second_training_with_one_callback_is_refused(tmp_path: Path) -> None:
 
     run = Run(tmp_path / "done")
     service = VerlSlurmCallback(run.life(Daemon()))
-    service.train(trainer(service))
+    service.train(short(tmp_path, service))
     with pytest.raises(ConfigError, match="a run is one training"):
-        service.train(trainer(service))
+        service.train(short(tmp_path, service))
 
 
 def test_a_training_that_raised_is_not_served_again_in_the_same_process(tmp_path: Path) -> None:
@@ -377,25 +321,21 @@ def test_a_training_that_raised_is_not_served_again_in_the_same_process(tmp_path
             raise RuntimeError("no luck")
 
     service = VerlSlurmCallback(Run(tmp_path / "run").life(Daemon()))
-    args = TrainingArguments(
-        str(tmp_path / "out"), max_steps=2, use_cpu=True, report_to=[], disable_tqdm=True
-    )
-    trainer = Trainer(Net(), args, train_dataset=Numbers(), callbacks=[service, Fails()])
+    trainer = short(tmp_path, service, Fails())
     with pytest.raises(RuntimeError, match="no luck"):
         service.train(trainer)
     trainer.remove_callback(Fails)
     with pytest.raises(ConfigError, match="let the process end"):
         service.train(trainer)
-    assert args.output_dir == str(tmp_path / "out")
+    assert trainer.args.output_dir == str(tmp_path / "out")
 
 
 def test_a_training_that_was_not_begun_by_the_callback_is_refused(tmp_path: Path) -> None:
     """As each trial of `hyperparameter_search` is."""
     daemon = Daemon()
     service = VerlSlurmCallback(Run(tmp_path / "run").life(daemon))
-    args = TrainingArguments(str(tmp_path / "out"), use_cpu=True, report_to=[], disable_tqdm=True)
     with pytest.raises(ConfigError, match="hyperparameter_search"):
-        Trainer(Net(), args, train_dataset=Numbers(), callbacks=[service]).train()
+        short(tmp_path, service).train()
     assert daemon.kinds() == ["RankRefused"]
 
 
@@ -404,10 +344,7 @@ def test_a_training_that_was_not_begun_by_the_callback_is_refused(tmp_path: Path
     [
         ({"ignore_data_skip": True}, "ignore_data_skip"),
         ({"accelerator_config": {"use_seedable_sampler": False}}, "RandomSampler"),
-        (
-            {"train_sampling_strategy": "group_by_length"},
-            "LengthGroupedSampler",
-        ),
+        ({"train_sampling_strategy": "group_by_length"}, "LengthGroupedSampler"),
     ],
     ids=["skip", "unseeded", "by-length"],
 )
@@ -485,12 +422,8 @@ def test_a_checkpoint_of_another_loop_is_refused(tmp_path: Path) -> None:
 
 
 def test_without_a_daemon_it_is_a_trainer_like_any_other(tmp_path: Path) -> None:
-    session = Session(NoDaemon(), rank=0, world_size=1)
-    args = TrainingArguments(
-        str(tmp_path / "out"), max_steps=4, save_steps=2, use_cpu=True, report_to=[], disable_tqdm=True
-    )
-    service = VerlSlurmCallback(session)
-    service.train(Trainer(Net(), args, train_dataset=Numbers(), callbacks=[service]))
+    service = VerlSlurmCallback(Session(NoDaemon(), rank=0, world_size=1))
+    service.train(short(tmp_path, service, max_steps=4, save_steps=2))
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-2", "checkpoint-4"]
 
 

@@ -12,10 +12,8 @@ import torch
 from torch import nn
 
 from tests.fakes.daemon import Daemon
-from tests.loops.frames_kit import Run, save, stop
+from tests.loops.frames_kit import Run, stop
 from verl_slurm.base.errors import ConfigError, DataError
-from verl_slurm.checkpoint.store.verify import verify
-from verl_slurm.loops.stateful_data import ResumableDataLoader
 from verl_slurm.wire.messages import Finished, RankNotice, RankSaved, SaveStarted
 
 pytestmark = [
@@ -31,7 +29,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, Mod
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 from lightning.pytorch.plugins.environments import SLURMEnvironment  # noqa: E402
 
-from verl_slurm.loops.lightning import VerlSlurmCheckpoint  # noqa: E402
+from verl_slurm.loops.lightning import ResumableDataLoader, VerlSlurmCheckpoint  # noqa: E402
 from verl_slurm.loops.session import Session  # noqa: E402
 from verl_slurm.wire.client import NoDaemon  # noqa: E402
 
@@ -121,19 +119,10 @@ class Life:
         return torch.cat([p.detach().flatten() for p in self.model.parameters()])
 
 
-def test_asked_to_stop_it_saves_at_the_end_of_the_step_and_leaves(tmp_path: Path) -> None:
-    run, daemon = Run(tmp_path / "run"), Daemon({4: stop()})
-    assert Life(run.life(daemon)).stopped
-    assert daemon.kinds() == ["SaveStarted", "PartSaved", "RankSaved", "Stopped"]
-    assert [message.name for message in daemon.heard(RankSaved)] == ["step_000004"]
-    [checkpoint] = run.checkpoints()
-    verdict = verify(checkpoint)
-    assert verdict.ok, verdict.one_line()
-    assert verdict.manifest is not None
-    assert (verdict.manifest.guest, verdict.manifest.step) == ("loop", 4)
-    assert sorted(os.listdir(checkpoint / "guest")) == ["lightning.ckpt", "rank_0000.msgpack"]
-    assert not list(run.paths.work(1).iterdir()), "it was moved, not copied"
-    assert not (run.paths.root / "pl").exists(), "no ModelCheckpoint of Lightning's beside ours"
+class Killed(lightning.Callback):  # type: ignore[misc,name-defined]
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 6:
+            raise RuntimeError("killed")
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -178,50 +167,6 @@ def test_a_run_stopped_again_and_again_ends_bit_for_bit_as_if_it_had_not_been(tm
 
 def _name(settings: dict[str, Any]) -> str:
     return next(name for name, case in CASES.items() if case == settings)
-
-
-def test_killed_without_a_word_it_goes_on_from_the_newest_checkpoint_bit_for_bit_alike(
-    tmp_path: Path,
-) -> None:
-    class Killed(lightning.Callback):  # type: ignore[misc,name-defined]
-        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-            if trainer.global_step == 6:
-                raise RuntimeError("killed")
-
-    straight = Life(Run(tmp_path / "straight").life(Daemon()))
-    run = Run(tmp_path / "killed")
-    with pytest.raises(RuntimeError, match="killed"):
-        Life(run.life(Daemon()), Killed(), every=4)
-    ended = Daemon()
-    resumed = Life(run.life(ended), every=4)
-    assert ended.steps()[:2] == [4, 5]
-    assert torch.equal(resumed.weights, straight.weights)
-
-
-def test_a_save_that_somebody_asks_for_stops_nothing_and_the_run_says_how_often(tmp_path: Path) -> None:
-    run, daemon = Run(tmp_path / "run", every_steps=6), Daemon({3: save()})
-    assert not Life(run.life(daemon)).stopped
-    names = [message.name for message in daemon.heard(RankSaved)]
-    assert names == [f"step_{step:06d}" for step in (3, 6, 12, 15)]
-    assert daemon.kinds()[-1] == "Finished"
-
-
-def test_behind_its_last_step_no_further_one_is_trained(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run")
-    first = Life(run.life(Daemon()), max_steps=7)
-    again = Daemon()
-    second = Life(run.life(again), max_steps=7)
-    assert again.kinds() == ["Finished"]
-    assert [message.step for message in again.heard(Finished)] == [7]
-    assert torch.equal(first.weights, second.weights)
-
-
-@pytest.mark.parametrize("settings", [{"max_steps": 7}, {"max_epochs": 1}], ids=["steps", "epochs"])
-def test_asked_at_its_last_step_it_is_done_and_not_stopped(tmp_path: Path, settings: dict[str, Any]) -> None:
-    last = settings.get("max_steps", 5)
-    daemon = Daemon({last: stop()})
-    assert not Life(Run(tmp_path / "run").life(daemon), **settings).stopped
-    assert daemon.kinds() == ["SaveStarted", "PartSaved", "RankSaved", "Finished"]
 
 
 def test_what_is_asked_during_a_validation_is_done_before_the_next_step(tmp_path: Path) -> None:
@@ -336,16 +281,6 @@ def test_a_batch_size_that_no_checkpoint_keeps_is_refused(tmp_path: Path) -> Non
         Life(Run(tmp_path / "run").life(Daemon()), BatchSizeFinder())
 
 
-def test_a_checkpoint_of_another_loop_is_refused(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run")
-    Life(run.life(Daemon({2: stop()})))
-    (run.checkpoints()[0] / "guest/lightning.ckpt").unlink()
-    daemon = Daemon()
-    with pytest.raises(ConfigError, match="not one of Lightning"):
-        Life(run.life(daemon))
-    assert daemon.kinds() == ["RankRefused"]
-
-
 def test_loaders_are_made_again_when_they_would_be_without_the_interruption(tmp_path: Path) -> None:
     run, asked, daemon = Run(tmp_path / "run"), Daemon({22: stop()}), Daemon()
     settings = {"reload_dataloaders_every_n_epochs": 3, "max_epochs": 7}
@@ -356,15 +291,6 @@ def test_loaders_are_made_again_when_they_would_be_without_the_interruption(tmp_
     [notice] = daemon.heard(RankNotice)
     assert notice.loud
     assert "in epoch 4, and without the interruption they would be those of epoch 3" in notice.text
-
-
-def test_a_second_training_with_one_callback_is_refused(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run")
-    first = Life(run.life(Daemon()), max_steps=2)
-    words = {"logger": False, "enable_progress_bar": False, "default_root_dir": tmp_path}
-    second = lightning.Trainer(callbacks=[first.service], accelerator="cpu", max_steps=2, **words)
-    with pytest.raises(ConfigError, match="a run is one training"):
-        first.service.fit(second, Net(), ResumableDataLoader(Numbers(), batch_size=4))
 
 
 def test_without_a_daemon_it_is_a_trainer_like_any_other(tmp_path: Path) -> None:

@@ -1,42 +1,100 @@
-"""Whether waiting for the end of a step is worth it."""
+"""Whether the end of a step is worth waiting for, and a request in its middle answered then where it is not."""
 
+import pytest
+
+from tests.fakes.daemon import Daemon
 from verl_slurm.loops.reach import reach
+from verl_slurm.loops.session import Session
+from verl_slurm.loops.step_end import ReachWatch
+from verl_slurm.wire.messages import RankSaveFailed, SaveRequest
+
+RECENT = [10.0, 10.0, 50.0, 10.0, 10.0]
 
 
-def test_without_a_deadline_everything_is_reached() -> None:
-    assert reach(seconds_left=None, running_s=1e9, steps_s=[600.0], save_s=60.0).ok
+@pytest.mark.parametrize(
+    ("seconds_left", "running_s", "steps_s", "save_s", "ok", "reason"),
+    [
+        pytest.param(None, 1e9, [600.0], 60.0, True, "there is no deadline", id="no-deadline"),
+        pytest.param(20.0, 3.0, [], None, True, "no step was measured", id="never-measured"),
+        pytest.param(45.0, 0.0, RECENT, None, False, "steps take up to 50.0 s", id="longest-of-the-last"),
+        pytest.param(45.0, 0.0, [50.0, *[10.0] * 5], None, True, "up to 10.0 s", id="older-do-not-count"),
+        pytest.param(40.0, 8.0, [10.0], 20.0, True, "33 s needed, 40 s left", id="with-its-save"),
+        pytest.param(
+            30.0,
+            8.0,
+            [10.0],
+            20.0,
+            False,
+            "steps take up to 10.0 s, this one runs for 8.0 s, a save takes 20.0 s: 33 s needed, 30 s left",
+            id="no-time-for-the-save",
+        ),
+        pytest.param(1.0, 100.0, [10.0], None, True, "100.0 s", id="overdue-may-end-at-any-moment"),
+        pytest.param(20.0, 0.0, [], 30.0, False, "a save takes about 45 s", id="save-alone-too-long"),
+        pytest.param(-1.0, 0.0, [], None, False, "the deadline is over", id="over"),
+    ],
+)
+def test_the_end_of_a_step_is_reached_or_not(
+    seconds_left: float | None,
+    running_s: float,
+    steps_s: list[float],
+    save_s: float | None,
+    ok: bool,
+    reason: str,
+) -> None:
+    found = reach(seconds_left=seconds_left, running_s=running_s, steps_s=steps_s, save_s=save_s)
+    assert (found.ok, reason in found.reason) == (ok, True), found.reason
 
 
-def test_a_step_that_was_never_measured_is_waited_for() -> None:
-    found = reach(seconds_left=20.0, running_s=3.0, steps_s=[], save_s=None)
-    assert found.ok
-    assert "no step was measured" in found.reason
+class Watched:
+    """A loop in its third step; the first two took `step_s`."""
+
+    def __init__(self, step_s: float, **options: object) -> None:
+        now, self.line = [0.0], Daemon()
+        session = Session(self.line, rank=0, world_size=1, clock=lambda: now[0])
+        session.started()
+        for step in (1, 2):
+            now[0] += step_s
+            session.step_done(step)
+        self.watch = ReachWatch(session, **options)  # type: ignore[arg-type]
+
+    def look(self, request_id: int = 1, *, stop: bool = True, left: float = 30.0) -> list[int]:
+        """The requests that were given up by now."""
+        self.line.asked = SaveRequest(request_id=request_id, stop=stop, seconds_left=left)
+        self.watch.look()
+        return [failure.request_id for failure in self.line.heard(RankSaveFailed)]
 
 
-def test_the_longest_of_the_last_steps_counts_and_older_ones_do_not() -> None:
-    recent = [10.0, 10.0, 50.0, 10.0, 10.0]
-    assert not reach(seconds_left=45.0, running_s=0.0, steps_s=recent, save_s=None).ok
-    assert reach(seconds_left=45.0, running_s=0.0, steps_s=[50.0, *[10.0] * 5], save_s=None).ok
+def test_a_step_of_minutes_and_a_grace_of_seconds_is_given_up_once_and_at_once() -> None:
+    loop = Watched(300.0)
+    loop.watch.look()
+    assert loop.line.heard(RankSaveFailed) == []
+    assert loop.look() == loop.look() == [1]
+    [failure] = loop.line.heard(RankSaveFailed)
+    assert "cannot be reached: steps take up to 300.0 s" in failure.reason
 
 
-def test_the_save_behind_the_step_needs_its_time_too() -> None:
-    assert reach(seconds_left=40.0, running_s=8.0, steps_s=[10.0], save_s=20.0).ok
-    found = reach(seconds_left=30.0, running_s=8.0, steps_s=[10.0], save_s=20.0)
-    assert not found.ok
-    assert found.needed_s == 3.0 + 30.0
-    assert found.reason == (
-        "steps take up to 10.0 s, this one runs for 8.0 s, a save takes 20.0 s: 33 s needed, 30 s left"
-    )
+def test_a_request_whose_end_comes_in_time_or_that_an_operator_made_is_left_to_the_loop() -> None:
+    assert Watched(3.0).look() == []
+    assert Watched(300.0).look(stop=False) == []
 
 
-def test_a_step_that_is_overdue_may_end_at_any_moment() -> None:
-    assert reach(seconds_left=1.0, running_s=100.0, steps_s=[10.0], save_s=None).ok
+def test_each_request_is_judged_by_its_own_deadline() -> None:
+    loop = Watched(60.0)
+    assert loop.look(left=600.0) == []
+    assert loop.look(2, left=5.0) == [2]
 
 
-def test_a_save_that_alone_takes_too_long_is_not_waited_for_in_the_first_step() -> None:
-    assert not reach(seconds_left=20.0, running_s=0.0, steps_s=[], save_s=30.0).ok
+@pytest.mark.parametrize("what", ["busy", "leaves"])
+def test_a_save_under_way_and_a_loop_that_can_leave_where_it_is_are_not_given_up(what: str) -> None:
+    on = [True]
+    loop = Watched(300.0, **{what: lambda: on[0]})
+    assert loop.look() == []
+    on[0] = False
+    assert loop.look() == [1]
 
 
-def test_when_the_deadline_is_over_nothing_is_reached() -> None:
-    found = reach(seconds_left=-1.0, running_s=0.0, steps_s=[], save_s=None)
-    assert (found.ok, found.reason) == (False, "the deadline is over")
+def test_the_thread_ends_when_it_is_told_to() -> None:
+    watch = Watched(300.0, every_s=0.001).watch
+    watch.start()
+    watch.stop()
+    assert not watch._thread.is_alive()

@@ -10,7 +10,7 @@ import pytest
 
 from tests.builders import write_config
 from tests.fakes.daemon import Daemon
-from verl_slurm.base.errors import Fenced
+from verl_slurm.base.errors import ConfigError, Fenced
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
@@ -20,6 +20,7 @@ from verl_slurm.checkpoint.store.loop_checkpoint import require_guest
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.loops import step_end
 from verl_slurm.loops.session import Session
+from verl_slurm.loops.verl.verl_ppo_saves import Saves
 from verl_slurm.wire.messages import (
     PartSaved,
     RankNotice,
@@ -58,9 +59,8 @@ class Bench:
 
     def save(self, step: int, *, last: bool = False, why: str = WHY) -> object:
         name = f"global_step_{step}"
-        return self.saver.save(
-            step, name, metrics={"loss": 1.5}, why=why, last=last, write=self._writes(step, name)
-        )
+        store = self.saver.files(name, self._writes(step, name))
+        return self.saver.save(step, store, metrics={"loss": 1.5}, why=why, last=last)
 
     def _writes(self, step: int, name: str) -> Callable[[], None]:
         def write() -> None:
@@ -229,6 +229,12 @@ def test_a_request_that_the_loop_has_taken_is_nobody_elses(bench: Bench) -> None
     assert bench.line.heard(RankSaveFailed) == []
 
 
+def test_a_framework_that_writes_by_itself_is_refused_what_only_our_saver_can_do(tmp_path: Path) -> None:
+    write_config(RunPaths(private_dir(tmp_path / "run")), local_dir=tmp_path)
+    with pytest.raises(ConfigError, match=r"its framework writes.*checkpoint\.local_dir"):
+        Bench(tmp_path / "run")
+
+
 def test_without_a_run_the_framework_saves_as_it_does(tmp_path: Path) -> None:
     from verl_slurm.save.ranks.collective import Collective
 
@@ -237,7 +243,7 @@ def test_without_a_run_the_framework_saves_as_it_does(tmp_path: Path) -> None:
     saver.begin(0, 2)
     saver.step_done(1, {})
     assert saver.asked() is None
-    assert saver.save(1, "global_step_1", metrics={}, why=WHY, write=lambda: wrote.append(1)) is None
+    Saves(saver).save(1, lambda: wrote.append(1))
     saver.end()
     assert wrote == [1]
 

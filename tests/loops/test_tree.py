@@ -12,7 +12,7 @@ from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, Fenced, Permi
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.format.specification import MANIFEST, Guest, missing_parts, path_problem
+from verl_slurm.checkpoint.format.specification import Guest, missing_parts, path_problem
 from verl_slurm.checkpoint.store.commit import SavedCheckpoint, seal
 from verl_slurm.checkpoint.store.loop_checkpoint import (
     LoopSave,
@@ -144,13 +144,10 @@ def test_only_the_same_kind_of_loop_with_as_many_ranks_goes_on_from_it(paths: Ru
         require_guest(directory, "verl")
     with pytest.raises(ConfigError, match=r"another number of ranks.*distributed.dp_size=2"):
         require_guest(directory, "loop", world_size=4)
-
-
-def test_a_part_that_goes_missing_is_found(paths: RunPaths) -> None:
-    directory = paths.checkpoints / saved(paths).name
-    (directory / "guest" / "rank_0000.pt").unlink()
-    assert not verify(directory).ok
-    assert (directory / MANIFEST).exists()
+    with pytest.raises(
+        ConfigError, match="not one of verl_slurm.run.*found rank_0000.pt, expected index.json"
+    ):
+        require_guest(directory, "loop", needed="index.json", whose="verl_slurm.run")
 
 
 def test_what_dead_incarnations_left_is_swept(paths: RunPaths) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from tests.lanes import with_variants
 from tests.loops.frames_kit import Run, stop, two_ranks
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.checkpoint.store.verify import verify
+from verl_slurm.runtime_state.codec import decode
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.wire.messages import Finished, RankSaveFailed
 
@@ -31,12 +33,7 @@ CYCLES: dict[str, tuple[Any, dict[str, Any], tuple[int, ...]]] = {
     "slices": (GRPOTrainer, {"steps_per_generation": 4, "max_steps": 10}, (1, 4)),
     "iterations-and-accumulation": (
         GRPOTrainer,
-        {
-            "num_iterations": 2,
-            "steps_per_generation": 4,
-            "gradient_accumulation_steps": 2,
-            "max_steps": 10,
-        },
+        {"num_iterations": 2, "steps_per_generation": 4, "gradient_accumulation_steps": 2, "max_steps": 10},
         (7,),
     ),
     # 16 prompts are two cycles: an epoch is of 8 steps, and the second and third have another order.
@@ -175,7 +172,8 @@ def test_completions_that_another_rank_cannot_save_are_left_out_here_too(tmp_pat
     for name, ranks in (("alone", Collective(None)), ("two", OtherRankCannot(None))):
         (tmp_path / name).mkdir()
         _, problem = TrlState(life.trainer).write(tmp_path / name, 3, ranks)
-        tree = torch.load(tmp_path / name / "trl/rank_0000.pt", weights_only=True)["tree"]
+        state = decode((tmp_path / name / "trl/runtime_state.rank_0000.msgpack.zst").read_bytes())
+        tree = msgspec.msgpack.decode(state.loop["tree"].tobytes())
         kept.append((tree["trainer"]["completions"] is not None, problem))
     assert kept == [(True, ""), (False, "another rank cannot save its own")]
 
@@ -254,4 +252,4 @@ def test_sharded_by_accelerate_it_samples_nothing_twice_and_ends_bit_for_bit_ali
     Run(tmp_path / "straight"), Run(tmp_path / "stopped")
     two_ranks(Path(__file__).with_name("fsdp_worker.py"), str(tmp_path), "grpo")
     files = {path.name for path in (tmp_path / "stopped/checkpoints/step_000003/guest/trl").iterdir()}
-    assert {"rank_0000.pt", "rank_0001.pt"} <= files
+    assert {"rank_0000.bin", "rank_0001.bin"} <= files

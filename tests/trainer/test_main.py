@@ -10,8 +10,8 @@ import pytest
 from tests.fakes.daemon import Daemon
 from verl_slurm.base.errors import CheckpointCorrupt, DataError, Fenced, WireError
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.loops import verl_sft as sft
 from verl_slurm.loops.session import Session
+from verl_slurm.loops.verl import verl_sft as sft
 from verl_slurm.save.ranks.collective import Collective, RanksFailed
 from verl_slurm.trainer import __main__ as entry
 from verl_slurm.trainer.loop import FinalSaveFailed

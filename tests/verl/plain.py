@@ -14,7 +14,7 @@ from verl_slurm.config.load import flattened
 from verl_slurm.verl.composing import words_of
 from verl_slurm.verl.overrides import user_settings
 
-VERLS, OURS = "verl.trainer.sft_trainer", "verl_slurm.loops.verl_sft"
+VERLS, OURS = "verl.trainer.sft_trainer", "verl_slurm.loops.verl.verl_sft"
 _STEP = re.compile(r"step:(\d+) - ")  # behind a progress bar, too
 
 

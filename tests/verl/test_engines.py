@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray comes with verl: make verl")
 
-from verl_slurm.loops import verl_engines
-from verl_slurm.loops.verl_engines import Engines
+from verl_slurm.loops.verl import verl_engines
+from verl_slurm.loops.verl.verl_engines import Engines
 
 pytestmark = pytest.mark.verl
 

@@ -19,8 +19,8 @@ from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.loop_checkpoint import LoopSave, commit_tree
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.loops import ray_node as node
-from verl_slurm.loops.verl_settings import resume_point
+from verl_slurm.loops.verl import ray_node as node
+from verl_slurm.loops.verl.verl_settings import resume_point
 from verl_slurm.wire.lead_file import LeadAddress, write_lead_address
 from verl_slurm.wire.messages import FromStoreClient, StoreAnswer, StrangerMet
 from verl_slurm.wire.store_line import StoreLine

@@ -194,7 +194,7 @@ def test_a_start_says_where_to_save_and_nothing_to_resume_from() -> None:
     assert trainer_mode({}) == "sync"
     # Its responses are kept unless the user has a manager of their own.
     key = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
-    assert got[f"++{key}"] == "verl_slurm.loops.verl_rollouts.LedgerManager"
+    assert got[f"++{key}"] == "verl_slurm.loops.verl.verl_rollouts.LedgerManager"
     assert f"++{key}" not in ours("ppo", {f"+{key}": "mine.Manager"}) | ours("sft", {})
 
 

@@ -19,7 +19,7 @@ pytest.importorskip("ray", reason="Ray comes with verl: make verl")
 from tests.hostile.another_user import WITH_OUR_PACKAGES, python_with
 from tests.hostile.runs_of_ranks import listeners
 from verl_slurm.base.files import private_dir, write_file
-from verl_slurm.loops import ray_node as node
+from verl_slurm.loops.verl import ray_node as node
 from verl_slurm.verl.ray_nodes import ray_argv, ray_environment
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(1500)]

@@ -71,9 +71,9 @@ def test_the_token_is_another_one_in_each_generation_and_does_not_tell_the_leads
 
 
 def test_verl_loads_our_module_behind_the_users_own_once() -> None:
-    assert environment()["VERL_USE_EXTERNAL_MODULES"] == "verl_slurm.loops.verl_ppo"
-    mine = environment(VERL_USE_EXTERNAL_MODULES="mine,verl_slurm.loops.verl_ppo,")
-    assert mine["VERL_USE_EXTERNAL_MODULES"] == "mine,verl_slurm.loops.verl_ppo"
+    assert environment()["VERL_USE_EXTERNAL_MODULES"] == "verl_slurm.loops.verl.verl_ppo"
+    mine = environment(VERL_USE_EXTERNAL_MODULES="mine,verl_slurm.loops.verl.verl_ppo,")
+    assert mine["VERL_USE_EXTERNAL_MODULES"] == "mine,verl_slurm.loops.verl.verl_ppo"
 
 
 def test_what_the_user_has_said_about_ray_and_his_loggers_stays() -> None:

@@ -28,7 +28,7 @@ print(json.dumps([[base.__name__ for base in cls.__mro__] for cls in found]))
 
 @pytest.mark.parametrize("recipe", with_variants(True, False))
 def test_verls_trainers_are_ours_below_a_recipe_alone(recipe: bool) -> None:
-    environ = os.environ | python_path() | {"VERL_USE_EXTERNAL_MODULES": "verl_slurm.loops.verl_ppo"}
+    environ = os.environ | python_path() | {"VERL_USE_EXTERNAL_MODULES": "verl_slurm.loops.verl.verl_ppo"}
     environ |= {RECIPE_VARIABLE: "1"} if recipe else {}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _ASKED],

@@ -12,7 +12,7 @@ from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.loop_checkpoint import LoopSave, commit_tree
 from verl_slurm.loops.session import Session
-from verl_slurm.loops.verl_ppo_rollouts import Account, Recording, Rollouts
+from verl_slurm.loops.verl.verl_ppo_rollouts import Account, Recording, Rollouts
 from verl_slurm.runtime_state.ledger import Index, Ledger
 from verl_slurm.verl.positions import POSITIONS_FILE, Positions, positions_file, read_positions
 

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.torch
 
 def saves_of(session: Session) -> Any:
     from verl_slurm.loops.step_end import StepEndSaver
-    from verl_slurm.loops.verl_ppo_saves import Saves
+    from verl_slurm.loops.verl.verl_ppo_saves import Saves
     from verl_slurm.save.ranks.collective import Collective
 
     ranks = Collective(None)
@@ -208,7 +208,7 @@ def test_without_a_daemon_verl_saves_and_nothing_is_committed(tmp_path: Path) ->
 
 
 def ended(step: int, *, saved: int, began: int = 0, stopping: SaveRequest | None = None) -> list[FromRank]:
-    from verl_slurm.loops.verl_ppo_saves import last_words
+    from verl_slurm.loops.verl.verl_ppo_saves import last_words
 
     line = Daemon()
     session = Session(line, rank=1, world_size=2, paths=RunPaths("/runs/one"))

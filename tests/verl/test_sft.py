@@ -56,7 +56,7 @@ def ranks(paths: RunPaths) -> list[psutil.Process]:
             argv, environ = process.cmdline(), process.environ()
         except psutil.Error:
             continue
-        if "verl_slurm.loops.verl_sft" in argv and str(paths.root) in argv and "RANK" in environ:
+        if "verl_slurm.loops.verl.verl_sft" in argv and str(paths.root) in argv and "RANK" in environ:
             found.append(process)
     return found
 

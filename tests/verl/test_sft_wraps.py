@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from verl_slurm.base.errors import CheckpointCorrupt
-from verl_slurm.loops.verl_sft_wraps import watch_checkpoints, watch_steps
+from verl_slurm.loops.verl.verl_sft_wraps import watch_checkpoints, watch_steps
 
 
 class _Handler:

@@ -21,7 +21,7 @@ def _verl() -> None:
     # What verl imports uses deprecated names of its own and of Ray's.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        importlib.import_module("verl_slurm.loops.verl_turns")
+        importlib.import_module("verl_slurm.loops.verl.verl_turns")
 
 
 PROMPT = [5, 6, 7]
@@ -88,7 +88,7 @@ def attempt(
     tools: Any = (),
 ) -> Any:
     """Runs one session of an attempt: `body` is given the client, and may call the tools."""
-    from verl_slurm.loops.verl_turns import SESSION, PromptSession, Turns, continuing, record_tools
+    from verl_slurm.loops.verl.verl_turns import SESSION, PromptSession, Turns, continuing, record_tools
 
     turns = Turns(RunPaths(run), number, 0, seeded=seeded, response_length=8, prompt_length=16)
     record_tools(tools, turns)
@@ -217,7 +217,7 @@ async def turn_of_a_replaced_engine(client: Any, turns: Any) -> Any:
 
 @pytest.fixture
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    from verl_slurm.loops import verl_turns
+    from verl_slurm.loops.verl import verl_turns
 
     monkeypatch.setattr(verl_turns, "_NEXT_ENGINE_S", 0.0)
 
@@ -281,7 +281,7 @@ def test_other_errors_and_engines_that_nobody_replaces_end_the_session(tmp_path:
 
 
 def test_images_and_validation_are_passed_on(tmp_path: Path) -> None:
-    from verl_slurm.loops.verl_turns import SESSION
+    from verl_slurm.loops.verl.verl_turns import SESSION
 
     async def body(client: Any, turns: Any) -> None:
         await client.generate("r", prompt_ids=PROMPT, sampling_params={}, image_data=[object()])

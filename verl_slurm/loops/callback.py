@@ -5,7 +5,7 @@ daemon (`Session.has_daemon`) a callback leaves the framework alone, and no save
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NoReturn, Self, TypeVar
 
@@ -76,18 +76,10 @@ class Served:
             return None
         # Before the framework loads anything: generators and places in the data are per rank, for this number of
         # ranks.
-        manifest = require_guest(resume, "loop", world_size=self.session.world_size)
-        directory = resume / guest_directory("loop", manifest.step)
-        # The manifest tells loops from verl, not one framework from the other; the file that each writes does.
-        if not (directory / needed).exists():
-            raise ConfigError(
-                f"the checkpoint is not one of {whose}",
-                where=directory,
-                found=", ".join(sorted(path.name for path in directory.iterdir())[:5]),
-                expected=needed,
-                remedy="go on with the loop that wrote it, or start with checkpoint.resume_from=null",
-            )
-        return directory
+        manifest = require_guest(
+            resume, "loop", world_size=self.session.world_size, needed=needed, whose=whose
+        )
+        return resume / guest_directory("loop", manifest.step)
 
     def _begin(self, step: int, total: int, metadata: Mapping[str, object]) -> StepEndSaver:
         """Makes the saver at the start of the training, once the framework has its process group. Collective.
@@ -152,3 +144,17 @@ class Served:
         saver, self._saver = self._saver, None
         if saver is not None:
             saver.close(broken=broken)
+
+
+def require_served(unserved: Iterable[tuple[object, str, str]]) -> None:
+    """Refuses settings that a daemon cannot serve.
+
+    Args:
+        unserved: for each, whether it is set, how, and what to do.
+
+    Raises:
+        ConfigError: one is.
+    """
+    for is_set, found, remedy in unserved:
+        if is_set:
+            raise ConfigError("the Trainer is set to what a daemon cannot serve", found=found, remedy=remedy)

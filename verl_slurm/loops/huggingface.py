@@ -24,7 +24,7 @@ docs/guests-frameworks.md says where a resumed run equals an undisturbed one, an
 import functools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from verl_slurm.base.errors import ConfigError, DataError, VerlSlurmError
 from verl_slurm.checkpoint.format.specification import FileEntry, guest_directory
-from verl_slurm.loops.callback import Served
+from verl_slurm.loops.callback import Served, require_served
 from verl_slurm.loops.session import Session
 from verl_slurm.loops.step_end import StepEndSaver
 from verl_slurm.loops.trl_state import TrlState, innermost_sampler
@@ -191,7 +191,7 @@ class VerlSlurmCallback(Served, TrainerCallback):
                 expected="service.train(trainer)",
                 remedy="call that once; each trial of a search is a run of its own (verl-slurm submit --sweep)",
             )
-        _check(args)
+        require_served(_unserved(args))
 
     def _begin_again(self, args: TrainingArguments, state: TrainerState) -> StepEndSaver:
         """Serves the Trainer's loop from its beginning once more: with `auto_find_batch_size`, after a batch that did
@@ -359,12 +359,11 @@ class VerlSlurmCallback(Served, TrainerCallback):
         step, last = state.global_step, state.global_step >= state.max_steps
         failure = self._saver.save(
             step,
-            f"checkpoint-{step}",
+            self._saver.files(f"checkpoint-{step}", seal=functools.partial(self._seal, step)),
             metrics=self._metrics,
             why=f"step {step} is one to save",
             last=last,
             began=self._began,
-            seal=functools.partial(self._seal, step),
         )
         # Earlier failures cost one save; without the last one the run has no result.
         if failure is not None and last:
@@ -477,29 +476,16 @@ def _data_loss(args: TrainingArguments, loader: Any) -> str:
     return ""
 
 
-def _check(args: TrainingArguments) -> None:
-    """Refuses settings that would break a promise.
-
-    Raises:
-        ConfigError: a setting that is incompatible with a daemon.
-    """
-    problem = remedy = ""
-    if args.save_only_model:
-        problem, remedy = (
-            "save_only_model=True",
-            "nothing could be resumed from such a checkpoint; leave it out",
-        )
-    elif args.enable_jit_checkpoint:
-        problem, remedy = "enable_jit_checkpoint=True", "the daemon does that; leave it out"
-    elif args.load_best_model_at_end:
-        problem = "load_best_model_at_end=True"
-        remedy = "by then the best one may be pruned, or of a former attempt; evaluate the run's checkpoints behind it"
-    elif args.push_to_hub and args.hub_strategy != "end":
-        problem, remedy = f"hub_strategy={args.hub_strategy}", "only hub_strategy='end' goes together with it"
-    elif args.save_on_each_node:
-        problem, remedy = (
-            "save_on_each_node=True",
-            "a checkpoint is one directory on shared storage; leave it out",
-        )
-    if problem:
-        raise ConfigError("the Trainer is set to what a daemon cannot serve", found=problem, remedy=remedy)
+def _unserved(args: TrainingArguments) -> Iterator[tuple[object, str, str]]:
+    """Yields settings that would break a promise, as `require_served` takes them."""
+    nothing = "nothing could be resumed from such a checkpoint; leave it out"
+    yield args.save_only_model, "save_only_model=True", nothing
+    yield args.enable_jit_checkpoint, "enable_jit_checkpoint=True", "the daemon does that; leave it out"
+    pruned = (
+        "by then the best one may be pruned, or of a former attempt; evaluate the run's checkpoints behind it"
+    )
+    yield args.load_best_model_at_end, "load_best_model_at_end=True", pruned
+    only, strategy = "only hub_strategy='end' goes together with it", f"hub_strategy={args.hub_strategy}"
+    yield args.push_to_hub and args.hub_strategy != "end", strategy, only
+    one = "a checkpoint is one directory on shared storage; leave it out"
+    yield args.save_on_each_node, "save_on_each_node=True", one

@@ -26,6 +26,7 @@ import math
 import signal
 import threading
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +37,90 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, Checkpoint, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from torch.utils.data import DataLoader
 
 from verl_slurm.base.bounded import RECORD, read_regular
-from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, DataError
+from verl_slurm.base.errors import CheckpointCorrupt, DataError
 from verl_slurm.base.files import private_dir, write_file
-from verl_slurm.loops.callback import Served
+from verl_slurm.loops.callback import Served, require_served
 from verl_slurm.loops.session import Session, plain_numbers
-from verl_slurm.loops.stateful_data import ResumableDataLoader
 from verl_slurm.save.ranks import rng
+from verl_slurm.save.ranks.rng import Generators
 
 _FILE = "lightning.ckpt"
 _LOOKED_UP = ("best", "last", "hpc", "registry")  # a ckpt_path that has Lightning look for one
+
+
+class ResumableDataLoader(DataLoader[Any]):
+    """`torch.utils.data.DataLoader`, unchanged but resumable in mid-epoch, with exactly the remaining batches. Iterate
+    over one epoch at a time.
+
+    Its output follows from the generators at its epoch's start (order, seeds of workers) and the draws of dataset and
+    collate function. So a resume restores those generators, loads the batches that were trained on once more and drops
+    them, and restores the generators of the save. Of several ranks Lightning saves the first one's state only; `_Place`
+    has the others'.
+
+    Attributes:
+        epoch_began: the generators at the start of the running or last epoch; None: none began.
+        served: batches of it that were handed out.
+    """
+
+    epoch_began: Generators | None = None
+    served: int = 0
+    _to_resume: tuple[int, Generators, Generators] | None = None
+
+    def resume(self, served: int, epoch_began: Generators, then: Generators) -> None:
+        """Makes the next epoch continue one that was begun before.
+
+        Args:
+            served: batches of it that were trained on.
+            epoch_began: the generators at its start.
+            then: the generators after those batches, and after the work on them.
+        """
+        self._to_resume = (served, epoch_began, then)
+
+    def forget(self) -> None:
+        """Makes the next epoch begin from its start after all."""
+        self._to_resume = None
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        # For one epoch: the next begins from its start.
+        todo, self._to_resume = self._to_resume, None
+        skipped = 0
+        if todo is not None:
+            skipped, began, _ = todo
+            # Before `super().__iter__`: that draws the order of the samples and the seeds of the workers.
+            rng.restore(began)
+        # The generators of the epoch's true start, so that a second interruption can resume from here, too.
+        self.epoch_began, self.served = rng.capture(), skipped
+        batches = super().__iter__()
+        if todo is not None:
+            # Loaded and dropped: data sets and collate functions draw from the generators, so skipping indices is not
+            # enough.
+            for _ in islice(batches, skipped):
+                pass
+            # Undoes what the loading above has drawn; the training goes on where the saved step left off.
+            rng.restore(todo[2])
+        for batch in batches:
+            # Before the yield: a save inside of the step counts this batch as trained on.
+            self.served += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state for Lightning: loadable with `torch.load(weights_only=True)`."""
+        if self.epoch_began is None:
+            return {}
+        return {
+            "served": self.served,
+            "epoch_began": rng.to_tensors(self.epoch_began),
+            # As tensors: `torch.load(weights_only=True)` refuses arrays.
+            "then": rng.to_tensors(rng.capture()),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state:
+            began, then = rng.from_tensors(state["epoch_began"]), rng.from_tensors(state["then"])
+            self.resume(int(state["served"]), began, then)
 
 
 class _Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -112,7 +186,7 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
             trainer.fit(*args, **options)
             return
         try:
-            self._check(trainer)
+            require_served(self._unserved(trainer))
             if self._place is not None:
                 _go_on_logging(trainer, self._place, is_first=self.session.rank == 0)
                 self._leave_out_finders(trainer)
@@ -138,37 +212,25 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
                 trainer.callbacks.remove(callback)
                 self.session.notice("LearningRateFinder is not run again: its rate is in the checkpoint")
 
-    def _check(self, trainer: Trainer) -> None:
-        """Refuses settings that are incompatible with a daemon.
-
-        Raises:
-            ConfigError: there is one.
-        """
-        problem = remedy = ""
+    def _unserved(self, trainer: Trainer) -> Iterator[tuple[object, str, str]]:
+        """Yields settings that are incompatible with a daemon, as `require_served` takes them."""
         # pytorch_lightning has other classes of the same names, whose callbacks are never called by this one.
-        if not isinstance(trainer, Trainer):
-            problem, remedy = (
-                f"a {type(trainer).__module__}.Trainer",
-                "import lightning, not pytorch_lightning",
-            )
-        elif self not in trainer.callbacks:
-            problem, remedy = "a Trainer without this callback", "lightning.Trainer(callbacks=[service])"
+        other = f"a {type(trainer).__module__}.Trainer"
+        yield not isinstance(trainer, Trainer), other, "import lightning, not pytorch_lightning"
+        absent = "a Trainer without this callback"
+        yield self not in trainer.callbacks, absent, "lightning.Trainer(callbacks=[service])"
         # It requeues the job itself at a signal, and would do so beside the daemon.
-        elif isinstance(trainer._accelerator_connector.cluster_environment, SLURMEnvironment):
-            problem = "SLURMEnvironment among the Trainer's plugins"
-            remedy = "leave it out: the daemon starts the ranks, as torchrun would, and requeues"
+        slurm = isinstance(trainer._accelerator_connector.cluster_environment, SLURMEnvironment)
+        remedy = "leave it out: the daemon starts the ranks, as torchrun would, and requeues"
+        yield slurm, "SLURMEnvironment among the Trainer's plugins", remedy
         # It is found anew at each start, and no checkpoint says what it was.
-        elif any(isinstance(callback, BatchSizeFinder) for callback in trainer.callbacks):
-            problem = "a BatchSizeFinder, whose batch size no checkpoint keeps"
-            remedy = "set the batch size that it has found"
+        finds = any(isinstance(callback, BatchSizeFinder) for callback in trainer.callbacks)
+        found = "a BatchSizeFinder, whose batch size no checkpoint keeps"
+        yield finds, found, "set the batch size that it has found"
         # Lightning resumes from such a file by itself, without a word, when no ckpt_path is given.
-        elif self.resume is None and (left := sorted(Path(trainer.default_root_dir).glob("hpc_ckpt_*.ckpt"))):
-            problem = f"{left[-1]}, which Lightning would go on from by itself"
-            remedy = "move it away, or give another default_root_dir"
-        if problem:
-            raise ConfigError(
-                "the Trainer is set to what a daemon cannot serve", found=problem, remedy=remedy
-            )
+        left = max(Path(trainer.default_root_dir).glob("hpc_ckpt_*.ckpt"), default=None)
+        found = f"{left}, which Lightning would go on from by itself"
+        yield self.resume is None and left, found, "move it away, or give another default_root_dir"
 
     def _require_done(self, trainer: Trainer) -> None:
         """Handles a Lightning that returned without a step: after the last one, or for lack of data."""
@@ -329,7 +391,7 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
 
         if saver.saved_step != step or saver.request is not None:
             why = f"step {step} is one to save"
-            failure = saver.save(step, name, metrics=self._metrics, why=why, last=last, write=write)
+            failure = saver.save(step, saver.files(name, write), metrics=self._metrics, why=why, last=last)
             if failure is not None and last:
                 raise failure
         # At the end of the training the run is done, and must be reported so instead of stopped.

@@ -19,7 +19,9 @@ epoch, sweeps the remains of dead processes, and finds the newest checkpoint tha
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -27,28 +29,32 @@ from typing import Self
 import msgspec
 
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.fence import require_epoch, take_epoch
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.format.specification import FileEntry
-from verl_slurm.checkpoint.store.commit import sweep
-from verl_slurm.checkpoint.store.loop_checkpoint import clear_work, require_guest, sweep_work
+from verl_slurm.checkpoint.decide.best import metrics_of
+from verl_slurm.checkpoint.format.specification import Topology
+from verl_slurm.checkpoint.format.state_schema import current_schema
+from verl_slurm.checkpoint.store import loop_checkpoint
+from verl_slurm.checkpoint.store.commit import SavedCheckpoint, sweep
 from verl_slurm.checkpoint.store.lost import former_checkpoint, gone_back, lost_error
+from verl_slurm.checkpoint.store.reader import CheckpointReader
 from verl_slurm.checkpoint.store.recover import choose_resume
-from verl_slurm.config.load import dump
+from verl_slurm.checkpoint.store.run_config import keys_for
+from verl_slurm.checkpoint.store.verify import verify
+from verl_slurm.config.load import dump, load_own
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.loops.object_states import Objects, split
+from verl_slurm.loops.loop_state import Objects, encode_state, load_state, take_state
 from verl_slurm.loops.session import Session
-from verl_slurm.loops.state_files import load_state, write_state
 from verl_slurm.loops.step_end import StepEndSaver, own_ranks
 from verl_slurm.save.ranks import rng
-from verl_slurm.save.ranks.collective import Collective, RanksFailed
+from verl_slurm.save.ranks.collective import RanksFailed
 from verl_slurm.save.ranks.rng import Generators
+from verl_slurm.save.ranks.saver import CheckpointSaver, LocalPlace, Provenance, SaveContents
+from verl_slurm.save.ranks.tensors import Tensors
 from verl_slurm.wire.environment import SERVICE_TOKEN_VARIABLE, SERVICE_VARIABLE
-
-_DIRECTORY = "guest"
-"""Below the work directory: `state_files` writes here."""
+from verl_slurm.wire.messages import SaveRequest
 
 
 def run(
@@ -111,6 +117,7 @@ class LoopRun:
         self._row: dict[str, object] = {}
         self._generators: Generators | None = None
         self._started, self._done = False, False
+        self._native: CheckpointSaver | None = None
         self.step, self.stopping = 0, False
 
     @property
@@ -142,7 +149,7 @@ class LoopRun:
             self._session, "call torch.distributed.init_process_group before `with verl_slurm.run(...)`"
         )
         self._objects = Objects(self._named)
-        split(self._objects.take())  # refuses now, not at the first save, what cannot be saved
+        encode_state(self._objects)  # refuses now, not at the first save, what cannot be saved
         # Under a daemon `run_dir` is ignored: the run has a directory, which its lead verifies.
         if not self._session.has_daemon and self._run_dir is not None:
             self._session = self._by_hand(Path(self._run_dir))
@@ -156,7 +163,10 @@ class LoopRun:
             guest="loop",
             step=self.step,
             metadata=metadata,
+            # The state is copied before `save` returns; what follows runs beside the next steps.
+            beside=True,
             any_ranks=self._any_ranks,
+            by_our_saver=True,
         )
         for name, one in self._named.items():
             if _has_shuffle_buffer(one):
@@ -183,10 +193,19 @@ class LoopRun:
 
     def _go_on_from(self, directory: Path) -> None:
         now = None if self._any_ranks else self._ranks.world_size
-        manifest = require_guest(directory, "loop", world_size=now)
+        manifest = loop_checkpoint.require_guest(
+            directory, "loop", world_size=now, needed="index.json", whose="verl_slurm.run"
+        )
+        paths = self._session.paths
+        local = LocalPlace.of(load_own(paths.run_yaml).checkpoint, paths, _local_rank())
+        near = None if local is None else local.directory / directory.name
+        # Parsed on each rank: a missing key is told by all of them.
+        reader = self._ranks.together(
+            "opening the checkpoint", lambda: CheckpointReader(directory, keys_for(paths.root))
+        )
         # Kept: loading itself and the code before the first step draw from the generators, which are put back once
         # more.
-        self._generators = load_state(self._objects, directory, self._ranks, written_by=manifest.world_size)
+        self._generators = load_state(self._objects, reader, self._ranks, near=near)
         self.step = manifest.step
         rng.restore(self._generators)
 
@@ -240,8 +259,9 @@ class LoopRun:
             self._saver.leave()
 
     def save(self, reason: str = "the loop asked for it") -> None:
-        """Saves the state now, after `step` whole steps. Collective."""
+        """Saves the state now, after `step` whole steps, and waits until it is saved or has failed. Collective."""
         self._save(reason)
+        self._saver.settle()
 
     def finish(self) -> None:
         """Ends the run, for a loop that stops early. Saves, unless this step is saved. Collective.
@@ -249,6 +269,8 @@ class LoopRun:
         Raises:
             RanksFailed: the end cannot be saved: a run that lost its end is not done.
         """
+        # A save of this step may be under way, and be over on some ranks only.
+        self._saver.settle()
         if self._saver.saved_step != self.step and (failure := self._save(last=True)) is not None:
             raise failure
         self._done = True
@@ -267,25 +289,69 @@ class LoopRun:
             _complain(
                 f"the loop was left behind step {self.step} of {self._total}: call run.finish() if it is done"
             )
+        if self._native is not None:
+            self._native.close()
         # All ranks leave together without an error and by a stop; after an error the others may be in a collective.
         self._saver.close(broken=not isinstance(error, SystemExit | None))
 
     def _save(self, why: str = "", *, last: bool = False) -> RanksFailed | None:
-        failure = self._saver.save(
-            self.step, _DIRECTORY, metrics=self._row, why=why, last=last, seal=self._write
+        return self._saver.save(self.step, self._store, metrics=self._row, why=why, last=last)
+
+    def _store(
+        self, save: loop_checkpoint.LoopSave, request: SaveRequest | None
+    ) -> Callable[[], SavedCheckpoint]:
+        """Copies the state; what it returns waits until that is written and committed. Collective."""
+        began, ranks, session = time.monotonic(), self._ranks, self._session
+        domains, runtime = take_state(self._objects, save.step, ranks)
+        texts = ranks.together(
+            "starting the save",
+            lambda: loop_checkpoint.small_files(session.paths, save) if ranks.rank == 0 else {},
         )
-        if failure is not None and self._session.rank == 0:
-            _complain(f"save failed: {failure.one_line()}")
-        return failure
+        if self._native is None:
+            self._native = self._new_saver(domains)
+        else:
+            # An optimizer has its tensors from its first step on only.
+            self._native.lay_out(domains)
+        request_id, stop = (request.request_id, request.stop) if request else (0, False)
+        left = request.seconds_left if request else None
+        saved = self._native.begin(
+            SaveContents(runtime=runtime, texts=texts, metrics=metrics_of(save.metrics)),
+            # The copy has used up a part of the time that Slurm leaves.
+            seconds_left=None if left is None else max(0.0, left - (time.monotonic() - began)),
+            # Nobody trains any more, so reading the nodes' parts back at once costs nothing.
+            on_kept=partial(session.saved_on_nodes, request_id) if stop else None,
+            on_part=partial(session.part_saved, request_id),
+        )
+        # The loop changes its tensors in place as soon as this returns.
+        self._native.fence()
+        return saved.result
 
-    def _write(self, ranks: Collective) -> Sequence[FileEntry]:
-        # Rank 0 empties the directory before any rank writes: the file of a failed save must not be committed.
-        ranks.first_does("starting the save", self._prepare)
-        return write_state(self._objects, self._saver.work, self.step, ranks)
+    def _new_saver(self, domains: Mapping[str, Tensors]) -> CheckpointSaver:
+        paths, session = self._session.paths, self._session
+        config = self._saver.checkpoint
+        assert config is not None
 
-    def _prepare(self) -> None:
-        work = clear_work(self._session.paths, self._session.epoch)
-        (work / _DIRECTORY).mkdir(mode=0o700)
+        data = self._ranks.on_first("starting the save", lambda: loop_checkpoint.data_digest(paths), str)
+        return CheckpointSaver(
+            paths,
+            domains,
+            Provenance(
+                epoch=session.epoch,
+                parent=session.resume.name if session.resume is not None else None,
+                schema_id=current_schema().schema_id,
+                dataset_fingerprint=data,
+                topology=Topology(dp=self._ranks.world_size),
+                guest="loop",
+            ),
+            self._ranks,
+            epoch_check=lambda: require_epoch(paths, session.epoch),
+            local=LocalPlace.of(config, paths, _local_rank()),
+            encryption=config.encryption,
+        )
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def _complain(text: str) -> None:
@@ -312,7 +378,7 @@ def _take_the_run(run_dir: Path) -> _Start:
     paths = RunPaths(run_dir.absolute())
     # 0700, and refused if it is another user's: checkpoints of this directory are loaded.
     private_dir(paths.root)
-    # Before the epoch is taken: taking it would fence that lead's run.
+    # Before the epoch is encode_state: taking it would fence that lead's run.
     if paths.lead_address.exists():
         raise ConfigError(
             "a daemon serves this run",
@@ -327,9 +393,10 @@ def _take_the_run(run_dir: Path) -> _Start:
     mine = take_epoch(paths, job_id=str(os.getpid()), restart=0)
     private_dir(paths.checkpoints)
     sweep(paths)
-    sweep_work(paths)
+    loop_checkpoint.sweep_work(paths)
     # Reads every byte of the newest checkpoint: without a daemon nothing has verified it.
-    choice = choose_resume(paths, "auto")
+    keys = keys_for(paths.root)
+    choice = choose_resume(paths, "auto", verifier=lambda path: verify(path, keys=keys))
     if choice.name is None and (trace := former_checkpoint(paths, RunConfig(), by_hand=True)):
         raise lost_error(paths, trace, by_hand=True)
     if lost := gone_back(paths, None, choice.name or ""):

@@ -30,11 +30,7 @@ class Reach:
 
 
 def reach(
-    *,
-    seconds_left: float | None,
-    running_s: float,
-    steps_s: Sequence[float],
-    save_s: float | None,
+    *, seconds_left: float | None, running_s: float, steps_s: Sequence[float], save_s: float | None
 ) -> Reach:
     """Decides.
 

@@ -17,40 +17,21 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from verl_slurm.base.errors import ConfigError, VerlSlurmError, restart_may_help, underlying
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.checkpoint.decide.best import metrics_of
 from verl_slurm.journal.steps import append_step
 from verl_slurm.loops.reach import STEPS_LOOKED_AT, Reach, reach
+from verl_slurm.wire import environment, messages
 from verl_slurm.wire.client import NoDaemon, RankClient, RankLine
-from verl_slurm.wire.environment import (
-    CONTROL_VARIABLE,
-    EPOCH_VARIABLE,
-    RESUME_VARIABLE,
-    RUN_VARIABLE,
-)
 from verl_slurm.wire.hang_records import answer_with_stacks
 from verl_slurm.wire.lifeline import die_with_launcher
-from verl_slurm.wire.messages import (
-    MAX_NOTICE,
-    MAX_REASON,
-    MAX_STORY,
-    Finished,
-    PartSaved,
-    Progress,
-    RankNotice,
-    RankRefused,
-    RankSaved,
-    RankSaveFailed,
-    RankStarted,
-    SaveRequest,
-    SaveStarted,
-    Stopped,
-    Topic,
-)
 from verl_slurm.wire.standing_by import remember_imports
+
+if TYPE_CHECKING:  # a session is opened before anything that takes time to import
+    from verl_slurm.checkpoint.store.commit import SavedCheckpoint
 
 LAST_TRIES_S = (1.0, 5.0, 15.0)
 """Pauses before the last save is tried again. Storage that fails for longer costs a restart, which waits, too."""
@@ -123,7 +104,7 @@ class Session:
         here = os.environ if environ is None else environ
         rank = _number(here, "RANK", 0) if rank is None else rank
         world_size = _number(here, "WORLD_SIZE", 1) if world_size is None else world_size
-        control = here.get(CONTROL_VARIABLE)
+        control = here.get(environment.CONTROL_VARIABLE)
         # No daemon: torchrun, or a plain start by hand. None of the process-wide settings below may touch that
         # program.
         if not control:
@@ -138,7 +119,7 @@ class Session:
         line = RankClient.connect(Path(control))
         # The daemon's limit for a start runs until this message, so it is sent before torch and the framework are
         # imported.
-        line.send(RankStarted(rank=rank, pid=os.getpid()))
+        line.send(messages.RankStarted(rank=rank, pid=os.getpid()))
         return cls(line, rank=rank, world_size=world_size, paths=paths, epoch=epoch, resume=resume)
 
     @property
@@ -156,7 +137,7 @@ class Session:
         if self._paths is None:
             raise ConfigError(
                 "there is no run to save into",
-                found=f"no {RUN_VARIABLE} in the environment",
+                found=f"no {environment.RUN_VARIABLE} in the environment",
                 remedy="start it with `verl-slurm submit`",
             )
         return self._paths
@@ -218,7 +199,7 @@ class Session:
         """Selects the finite numbers of `metrics`, including tensors of one element."""
         return metrics_of(plain_numbers(metrics))
 
-    def request(self) -> SaveRequest | None:
+    def request(self) -> messages.SaveRequest | None:
         """Returns the newest request that was not answered here. Costs one memory read.
 
         The same on all ranks of a node, but not at the same moment on all nodes: agree on it (`wire.stopping.Stopper`,
@@ -228,7 +209,7 @@ class Session:
         asked = self.line.request()
         return asked if asked is not None and asked.request_id > self._answered else None
 
-    def reach(self, request: SaveRequest) -> Reach:
+    def reach(self, request: messages.SaveRequest) -> Reach:
         """Decides whether the running step can end, and be saved, before the request's deadline."""
         running_s = self._clock() - self._step_began
         return reach(
@@ -245,13 +226,13 @@ class Session:
             request_id: 0: there was no request.
             safe_point: of the running step; 0: at its beginning.
         """
-        said = SaveStarted(rank=self.rank, request_id=request_id, step=step, safe_point=safe_point)
+        said = messages.SaveStarted(rank=self.rank, request_id=request_id, step=step, safe_point=safe_point)
         self.line.send(said)
 
     def part_saved(self, request_id: int) -> None:
         """Reports that this rank's own files are durable. From any thread."""
         # Sent by each rank: the daemon names the ranks that it still waits for when the deadline is over.
-        self.line.send(PartSaved(rank=self.rank, request_id=request_id))
+        self.line.send(messages.PartSaved(rank=self.rank, request_id=request_id))
 
     def saved(
         self,
@@ -276,7 +257,7 @@ class Session:
         # 0: the answer names an existing checkpoint, and measures nothing
         self.save_s = seconds or self.save_s
         if self.rank == 0:
-            said = RankSaved(
+            said = messages.RankSaved(
                 rank=0,
                 request_id=request_id,
                 name=name,
@@ -284,25 +265,43 @@ class Session:
                 num_bytes=num_bytes,
                 on_shared=on_shared,
                 problem=problem,
-                reason=reason[:MAX_REASON],
+                reason=reason[: messages.MAX_REASON],
             )
             self.line.send(said)
+
+    def saved_on_nodes(self, request_id: int, done: "SavedCheckpoint") -> None:
+        """Reports that the nodes' disks have the checkpoint, independent of its outcome on shared storage. From any
+        thread.
+        """
+        # The daemon keeps it as the answer, in case shared storage never gets the save.
+        if self.rank == 0:
+            self.line.send(
+                messages.SavedOnNodes(
+                    rank=0,
+                    request_id=request_id,
+                    name=done.name,
+                    seconds=done.seconds,
+                    num_bytes=done.num_bytes,
+                )
+            )
 
     def save_failed(self, request_id: int, reason: str) -> None:
         """Reports that the save failed, the final answer to the request: the previous checkpoint counts."""
         self._answered = max(self._answered, request_id)
         if self.rank == 0:
-            self.line.send(RankSaveFailed(rank=0, request_id=request_id, reason=reason[:MAX_STORY]))
+            self.line.send(
+                messages.RankSaveFailed(rank=0, request_id=request_id, reason=reason[: messages.MAX_STORY])
+            )
 
     def stopped(self, request_id: int) -> None:
         """Reports that this rank leaves as asked. Every rank calls it."""
-        self.line.send(Stopped(rank=self.rank, request_id=request_id))
+        self.line.send(messages.Stopped(rank=self.rank, request_id=request_id))
 
     def finished(self, step: int) -> None:
         """Reports that this rank has done all steps. Every rank calls it, once: all ranks done is the end of the
         run.
         """
-        self.line.send(Finished(rank=self.rank, step=step))
+        self.line.send(messages.Finished(rank=self.rank, step=step))
 
     def refused(
         self, error: VerlSlurmError, *, told: str = "", place: str = "", worked: bool = False
@@ -314,8 +313,10 @@ class Session:
             place, worked: where code of the user's raised, as in `wire.messages.RankRefused`.
         """
         # Cut: a packet holds 64 KiB. The agent takes a longer one for a stranger's, and later messages would be lost.
-        code, reason = int(error.exit_code), (told or error.one_line())[:MAX_STORY]
-        self.line.send(RankRefused(rank=self.rank, exit_code=code, reason=reason, place=place, worked=worked))
+        code, reason = int(error.exit_code), (told or error.one_line())[: messages.MAX_STORY]
+        self.line.send(
+            messages.RankRefused(rank=self.rank, exit_code=code, reason=reason, place=place, worked=worked)
+        )
 
     def ended_by(self, error: BaseException) -> None:
         """Reports the error that ends this rank's loop, if another start would end in the same way.
@@ -327,10 +328,12 @@ class Session:
         if isinstance(error, VerlSlurmError) and not restart_may_help(own := underlying(error)):
             self.refused(own)
 
-    def notice(self, text: str, *, topic: Topic = "storage", loud: bool = False) -> None:
+    def notice(self, text: str, *, topic: messages.Topic = "storage", loud: bool = False) -> None:
         """Reports something for people that stops nothing, for the journal; from rank 0."""
         if self.rank == 0:
-            self.line.send(RankNotice(rank=0, topic=topic, text=text[:MAX_NOTICE], loud=loud))
+            self.line.send(
+                messages.RankNotice(rank=0, topic=topic, text=text[: messages.MAX_NOTICE], loud=loud)
+            )
 
     def close(self) -> None:
         """Ends all reports; may be called twice."""
@@ -348,7 +351,10 @@ class Session:
         """
         told: dict[str, Any] = {"phase": "step_end", "index": 0, "new_rollouts": 0} | facts
         points = self.safe_points
-        self.line.send(Progress(rank=self.rank, step=step, safe_points=points, metrics=dict(metrics), **told))
+        progress = messages.Progress(
+            rank=self.rank, step=step, safe_points=points, metrics=dict(metrics), **told
+        )
+        self.line.send(progress)
 
 
 def plain_numbers(metrics: Mapping[str, object]) -> dict[str, float]:
@@ -374,22 +380,22 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
 
 def _the_run(environ: Mapping[str, str]) -> tuple[RunPaths, int, Path | None]:
     """Returns the run, the attempt and the checkpoint that the environment names."""
-    root = environ.get(RUN_VARIABLE, "")
+    root = environ.get(environment.RUN_VARIABLE, "")
     # A relative path would depend on the program's working directory, which the user's code may change.
     if not root.startswith("/"):
         raise ConfigError(
             "a daemon started this process and did not say for which run",
-            where=RUN_VARIABLE,
+            where=environment.RUN_VARIABLE,
             found=root or "nothing",
             expected="the run's directory",
         )
-    paths, epoch = RunPaths(root), _number(environ, EPOCH_VARIABLE, 0)
-    name = environ.get(RESUME_VARIABLE, "")
+    paths, epoch = RunPaths(root), _number(environ, environment.EPOCH_VARIABLE, 0)
+    name = environ.get(environment.RESUME_VARIABLE, "")
     # The name becomes a path below the run; only the form of a checkpoint's name keeps it there.
     if name and CHECKPOINT_NAME.fullmatch(name) is None:
         raise ConfigError(
             "what to resume from is no checkpoint's name",
-            where=RESUME_VARIABLE,
+            where=environment.RESUME_VARIABLE,
             found=name,
             expected="a name such as step_000012",
         )

@@ -6,15 +6,15 @@ at a step's end, on every rank                                done by
 step_done   the daemon and steps.jsonl hear of the step       the loop calls it
 asked       all ranks agree whether a save is asked for       the loop, or its framework's callback
 save        SaveStarted
-            write: this rank's files                          the adapter (`write`), or the framework before
-            seal: a rank's files are durable                  the adapter (`seal`)
-            PartSaved
-            commit: move, hash, manifest, rename              rank 0 (`checkpoint.store.loop_checkpoint`)
+            the state is copied, or a framework writes it     `Store`
+            PartSaved, and the commit: manifest, rename       `Store`, and what it returns
             Saved or SaveFailed: the request is answered
 leave       Stopped, where the request says so                the loop, which then ends
 ```
 
-From `seal` on, a thread may do the work beside the next steps (`beside`), over its own group. It does so for a periodic
+A `Store` is our own saver (`loops.plain`), or `files`, which moves and hashes what a framework has written.
+
+What a store returns a thread may do beside the next steps (`beside`), over its own group. It does so for a periodic
 save alone: a requested save and the last one are committed when `save` returns.
 
 The loop looks at its control page at the ends of steps alone. If a step takes longer than the time left, each second of
@@ -23,24 +23,32 @@ end will come too late. It polls because the page is memory, and a write to it n
 """
 
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import msgspec
 import torch.distributed as dist
 
-from verl_slurm.base.errors import ConfigError, Fenced
+from verl_slurm.base.errors import ConfigError, Fenced, VerlSlurmError
+from verl_slurm.base.fence import require_epoch
+from verl_slurm.base.keys import Keyring, load_keys
+from verl_slurm.checkpoint.decide.storage import Need, Room, need_of_next
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.checkpoint.format.specification import FileEntry, Guest, guest_directory
 from verl_slurm.checkpoint.store import commit as door
 from verl_slurm.checkpoint.store.commit import SavedCheckpoint
 from verl_slurm.checkpoint.store.loop_checkpoint import LoopSave, clear_work, commit_tree
+from verl_slurm.checkpoint.store.medium import StorageNotice, StorageWatch
+from verl_slurm.checkpoint.store.pruning import Removing, prune_as_configured
+from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.config.load import load_own
-from verl_slurm.loops.keeping import Keeper
+from verl_slurm.config.schema import CheckpointConfig
 from verl_slurm.loops.session import LAST_TRIES_S, Session
 from verl_slurm.save.ranks.collective import Collective, RanksFailed
 from verl_slurm.wire.messages import SaveRequest
@@ -113,6 +121,87 @@ class ReachWatch:
             self.look()
 
 
+_FILES_PER_RANK = 8
+"""Of our own saver, which does not count them."""
+
+
+class _Keeper:
+    """Keeps a loop's checkpoints in bounds, and looks whether the next one will fit. On rank 0."""
+
+    def __init__(self, session: Session, config: CheckpointConfig, keys: Keyring | None) -> None:
+        self._session, self._config, self._keys = session, config, keys
+        # Verified by the lead, or written and hashed by this start: retention may rely on these.
+        self._assured = {session.resume.name} if session.resume is not None else set()
+        self._removing = Removing()
+        self._watch = StorageWatch("shared storage", session.paths.checkpoints, estimate=_first_need(session))
+
+    def before_save(self) -> Room | None:
+        """Returns whether the file system has room for the next save; reports a change."""
+        self._tell(self._watch.before_save())
+        return self._watch.room
+
+    def saved(self, done: SavedCheckpoint, *, tidy: bool = True) -> None:
+        """A checkpoint is committed: let older ones go. Never raises for what cannot be removed.
+
+        Args:
+            tidy: False: the job ends, and the next start will do it.
+
+        Raises:
+            Fenced: a newer attempt owns the run.
+        """
+        # Before the pruning: the plan must count the checkpoint that has just been committed.
+        self._assured.add(done.name)
+        num_files = done.num_files or _FILES_PER_RANK * self._session.world_size
+        self._tell(self._watch.saved(done.num_bytes, done.seconds, num_files))
+        if not tidy:
+            return
+        try:
+            self._prune()
+            need = need_of_next(done.num_bytes, num_files)
+            self._removing.leave_room(self._session.paths.checkpoints, need)
+        # A fenced start has to end: the run and its checkpoints belong to a newer attempt.
+        except Fenced:
+            raise
+        except OSError as error:
+            self._session.notice(f"older checkpoints cannot be removed: {error}", topic="storage", loud=True)
+
+    def failed(self, reason: str) -> None:
+        """Records a failed save."""
+        self._tell(self._watch.failed(reason))
+
+    def close(self) -> None:
+        """Waits until all that is let go is removed."""
+        self._removing.close()
+
+    def _tell(self, notices: Sequence[StorageNotice]) -> None:
+        for notice in notices:
+            self._session.notice(notice.text, topic="storage", loud=notice.loud)
+
+    def _prune(self) -> None:
+        session = self._session
+        # Checked at each removal: a process that slept since its plan must not remove what a newer attempt resumes
+        # from.
+        check = partial(require_epoch, session.paths, session.epoch)
+        prune_as_configured(
+            session.paths, self._config, self._removing, self._assured, self._keys, epoch_check=check
+        )
+
+
+def _first_need(session: Session) -> Need:
+    """Estimates the size of the first save from the resumed checkpoint."""
+    if session.resume is not None:
+        # An estimate for a warning: a checkpoint that is gone by now is no reason to fail.
+        with suppress(OSError, VerlSlurmError):
+            manifest = read_manifest(session.resume)
+            return need_of_next(manifest.num_bytes, len(manifest.files))
+    return need_of_next(0, 1, basis="an estimate")
+
+
+Commit = Callable[[], SavedCheckpoint]
+Store = Callable[[LoopSave, SaveRequest | None], Commit]
+"""Takes the state of a step, or has it written; what it returns commits it, perhaps in a thread. Both are collective,
+and raise RanksFailed on all ranks or none."""
+
 Seal = Callable[[Collective], Sequence[FileEntry]]
 
 
@@ -138,13 +227,16 @@ class StepEndSaver:
         beside: periodic saves are committed beside the next steps. A save without room is not begun, because the
             framework would die of the full disk.
         any_ranks: the loop can go on with another number of ranks.
+        by_our_saver: it is saved by that, and not by a framework.
 
     Raises:
-        ConfigError: the run may lose nodes, and the loop cannot go on with fewer ranks.
+        ConfigError: the run is configured for what this loop cannot do.
+        KeyRefused, PermissionRefused: `keys.load_keys`.
 
     Attributes:
         work: where this start writes; below the run, empty at the start.
-        every_steps: `checkpoint.every_steps` of the run; 0: there is no run.
+        checkpoint: of the run's configuration; None: there is no run.
+        every_steps: `checkpoint.every_steps`; 0: there is no run.
         request: the request that the ranks agreed on and `save` has not answered yet.
         stopping: the request after which the loop must leave.
         saved_step: of the newest checkpoint, including the resumed one; -1: none.
@@ -166,8 +258,10 @@ class StepEndSaver:
         texts: Callable[[int], Mapping[str, bytes]] = lambda step: {},
         beside: bool = False,
         any_ranks: bool = False,
+        by_our_saver: bool = False,
     ) -> None:
         self.session, self.ranks = session, ranks
+        self.checkpoint: CheckpointConfig | None = None
         self._guest, self._metadata, self._texts = guest, dict(metadata or {}), texts
         self._world_size = world_size or ranks.world_size
         self.request: SaveRequest | None = None
@@ -179,7 +273,7 @@ class StepEndSaver:
         # The agents write the request at different moments; without agreement ranks would save at different steps.
         self._stopper = Stopper(session.line, ranks.max)
         self._watch: ReachWatch | None = None
-        self._keeper: Keeper | None = None
+        self._keeper: _Keeper | None = None
         if session.has_run:
             self.work = session.paths.work(session.epoch)
             config = load_own(session.paths.run_yaml)
@@ -192,9 +286,12 @@ class StepEndSaver:
                     expected="null, or a loop in verl_slurm.run(any_ranks=True, ...)",
                     remedy="docs/guests.md, `Another number of ranks`",
                 )
-            self.every_steps = config.checkpoint.every_steps
+            if not by_our_saver:
+                _require_frameworks_own(config.checkpoint)
+            self.checkpoint, self.every_steps = config.checkpoint, config.checkpoint.every_steps
             # Rank 0 alone removes checkpoints and looks for room: the plan is one for the run, not one per rank.
-            self._keeper = Keeper(session, config.checkpoint) if session.rank == 0 else None
+            keys = load_keys(config.checkpoint.encryption)
+            self._keeper = _Keeper(session, config.checkpoint, keys) if session.rank == 0 else None
             # Collective, so no rank writes before the remains of a dead start are gone: they could mix with its
             # files.
             ranks.first_does("preparing to save", lambda: clear_work(session.paths, session.epoch))
@@ -282,30 +379,24 @@ class StepEndSaver:
     def save(
         self,
         step: int,
-        name: str,
+        store: Store,
         *,
         metrics: Mapping[str, object],
         why: str,
         last: bool = False,
-        write: Callable[[], None] | None = None,
-        seal: Seal = _wait_for_all,
         began: float | None = None,
     ) -> RanksFailed | None:
-        """Commits the directory `name` below `work` as the checkpoint of `step`; answers the open request. Collective.
+        """Makes a checkpoint of `step`; answers the open request. Collective.
 
         A failed save is reported and loses nothing else: the previous checkpoint counts, and training goes on. A step
         that has a checkpoint is not written again: the answer names that one. The last save is tried again if it fails
         (`LAST_TRIES_S`): without it all steps since the one before would be done again.
 
         Args:
-            name: it is moved away, or removed.
             metrics: of the step; values that are not finite numbers are left out.
             why: reason for a save that is neither requested nor the last one, for people.
             last: after the last step.
-            write: writes this rank's files; None: they are written, or `seal` does it.
-            seal: collective over the group that it is given, perhaps in a thread. Returns the entries of all files
-                that their ranks have made durable and hashed; rank 0 does the others.
-            began: `time.monotonic` when the framework began to write by itself; None: `write` or `seal` writes.
+            began: `time.monotonic` when a framework began to write by itself; None: `store` writes.
 
         Returns:
             The failure; None: it is committed, or is being committed beside the next steps.
@@ -314,13 +405,9 @@ class StepEndSaver:
             Fenced: a newer attempt owns the run, according to this save or the previous one.
         """
         if not self.session.has_run:
-            if write is not None:
-                write()
             return None
-        once = partial(
-            self._save_once, step, name, metrics=metrics, why=why, last=last, write=write, seal=seal
-        )
-        failure = once(began=began)
+        once = partial(self._save_once, step, store, metrics, why, last)
+        failure = once(began)
         # What a framework has written by itself is gone with its failed commit.
         for pause_s in LAST_TRIES_S if last and began is None else ():
             if failure is None:
@@ -329,20 +416,57 @@ class StepEndSaver:
             self.saving = True  # the watcher must not give the run up in between
             # Alike on all ranks: a failed save fails on all of them.
             time.sleep(pause_s)
-            failure = once()
+            failure = once(None)
         return failure
+
+    def files(self, name: str, write: Callable[[], None] | None = None, seal: Seal = _wait_for_all) -> Store:
+        """Returns a store of what a framework writes: the directory `name` below `work`, which is moved away, or
+        removed.
+
+        Args:
+            write: writes this rank's files; None: they are written, or `seal` does it.
+            seal: collective over the group that it is given, perhaps in a thread. Returns the entries of all files
+                that their ranks have made durable and hashed; rank 0 does the others.
+        """
+
+        def put(save: LoopSave, request: SaveRequest | None) -> Commit:
+            if write is not None:
+                write()
+            written, session = self.work / name, self.session
+            # Now: what they tell belongs to this step, and the next one may begin while the files are committed.
+            texts = self._texts(save.step)
+            # Moved, not copied: the work directory is on the run's file system. So the framework's rotation finds
+            # none to delete.
+            parts = {guest_directory(self._guest, save.step): written}
+
+            def commit() -> SavedCheckpoint:
+                try:
+                    # Durable on every rank before rank 0 names the files in a manifest: a commit promises them.
+                    sealed = seal(self._side)
+                    session.part_saved(request.request_id if request else 0)
+                    return self._side.on_first(
+                        "committing the checkpoint",
+                        lambda: commit_tree(session.paths, save, parts, texts=texts, sealed=sealed),
+                        SavedCheckpoint,
+                    )
+                except RanksFailed:
+                    if session.rank == 0:
+                        # What was not moved would fill the disk, and make the next save fail, too.
+                        shutil.rmtree(written, ignore_errors=True)
+                    raise
+
+            return commit
+
+        return put
 
     def _save_once(
         self,
         step: int,
-        name: str,
-        *,
+        store: Store,
         metrics: Mapping[str, object],
         why: str,
         last: bool,
-        write: Callable[[], None] | None,
-        seal: Seal,
-        began: float | None = None,
+        began: float | None,
     ) -> RanksFailed | None:
         # At most one save is under way, and a fence that it met is raised here, before another one is written.
         self.settle()
@@ -376,15 +500,14 @@ class StepEndSaver:
             began=time.monotonic() if began is None else began,
         )
         try:
-            if write is not None:
-                write()
-            # Now: what they tell belongs to this step, and the next one may begin while the files are committed.
-            texts = self._texts(step)
-            # In the loop's thread: the `seal` of a plain loop writes the live tensors, which the next step changes.
+            # In the loop's thread: the next step changes the state.
+            commit = store(save, request)
             if self._pool is None:
-                return self._commit(save, name, seal, request, why, texts)
+                return self._commit(save, commit, request, why, last)
             # Set before `saving` is cleared: `_is_busy` must not see a gap between the two.
-            self._pending = self._pool.submit(self._commit, save, name, seal, request, why, texts)
+            self._pending = self._pool.submit(self._commit, save, commit, request, why, last)
+        except RanksFailed as error:
+            return self._failed(save, error, request)
         finally:
             self.saving, self._announced = False, -1
         # A request is answered before the loop goes on to leave; a periodic save ends beside the next steps.
@@ -457,48 +580,65 @@ class StepEndSaver:
         self.session.saved(request_id, name, seconds=0.0, num_bytes=0, reason=why)
 
     def _commit(
-        self,
-        save: LoopSave,
-        name: str,
-        seal: Seal,
-        request: SaveRequest | None,
-        why: str,
-        texts: Mapping[str, bytes],
+        self, save: LoopSave, commit: Commit, request: SaveRequest | None, why: str, last: bool
     ) -> RanksFailed | None:
-        """Seals and commits. Collective over `_side`; with `beside` in the thread."""
-        session, keeper, request_id = self.session, self._keeper, request.request_id if request else 0
-        written = self.work / name
-
-        def put() -> SavedCheckpoint:
-            assert keeper is not None
-            # Moved, not copied: the work directory is on the run's file system. So the framework's rotation finds
-            # none to delete.
-            parts = {guest_directory(self._guest, save.step): written}
-            done = commit_tree(session.paths, save, parts, texts=texts, sealed=sealed)
-            # Not tidied before a stop: removing old checkpoints would cost seconds of the grace period.
-            keeper.saved(done, tidy=request is None or not request.stop)
-            return done
-
+        """Collective over `_side`; with `beside` in the thread."""
+        failure: RanksFailed | None = None
         try:
-            # Durable on every rank before rank 0 names the files in a manifest: a commit promises them.
-            sealed = seal(self._side)
-            session.part_saved(request_id)
-            done = self._side.on_first("committing the checkpoint", put, SavedCheckpoint)
+            done = commit()
+            self._side.first_does("removing older checkpoints", lambda: self._keep(done, request))
         except RanksFailed as error:
-            # A failed save costs that save alone: the previous checkpoint counts, and training goes on.
-            session.save_failed(request_id, error.one_line())
-            if keeper is not None:
-                keeper.failed(error.one_line())
-                # What was not moved would fill the disk, and make the next save fail, too.
-                shutil.rmtree(written, ignore_errors=True)
-            # By class name: another rank may have raised the error, and its text and class name are what travels.
-            if Fenced.__name__ in error.kinds:
-                raise Fenced("a newer attempt owns the run", where=written, found=error.found) from error
-            return error
-        # Set by the commit thread with `beside`; the loop reads it after `settle` has waited for that thread.
-        self.saved_step = save.step
-        session.saved(request_id, done.name, seconds=done.seconds, num_bytes=done.num_bytes, reason=why)
-        return None
+            return self._failed(save, error, request)
+        # A copy on the nodes' disks alone is no end: the nodes may never come back.
+        if last and not done.on_shared:
+            failure = RanksFailed("the last checkpoint is not on shared storage", found=done.problem)
+        else:
+            # Set by the commit thread with `beside`; the loop reads it after `settle` has waited for that thread.
+            self.saved_step = save.step
+        self.session.saved(
+            request.request_id if request else 0,
+            done.name,
+            seconds=done.seconds,
+            num_bytes=done.num_bytes,
+            reason=why,
+            on_shared=done.on_shared,
+            problem=done.problem,
+        )
+        return failure
+
+    def _keep(self, done: SavedCheckpoint, request: SaveRequest | None) -> None:
+        assert self._keeper is not None
+        if done.on_shared:
+            # Not tidied before a stop: removing old checkpoints would cost seconds of the grace period.
+            self._keeper.saved(done, tidy=request is None or not request.stop)
+        else:
+            self._keeper.failed(done.problem)
+
+    def _failed(self, save: LoopSave, error: RanksFailed, request: SaveRequest | None) -> RanksFailed:
+        # A failed save costs that save alone: the previous checkpoint counts, and training goes on.
+        self.session.save_failed(request.request_id if request else 0, error.one_line())
+        if self._keeper is not None:
+            # Here, too: without a daemon nobody else says it.
+            sys.stderr.write(f"verl_slurm: save failed: {error.one_line()}\n")
+            self._keeper.failed(error.one_line())
+        # By class name: another rank may have raised the error, and its text and class name are what travels.
+        if Fenced.__name__ in error.kinds:
+            where = self.session.paths.checkpoint(save.step)
+            raise Fenced("a newer attempt owns the run", where=where, found=error.found) from error
+        return error
+
+
+def _require_frameworks_own(config: CheckpointConfig) -> None:
+    """Refuses settings that only our own saver can follow."""
+    for key in ("encryption", "local_dir"):
+        if getattr(config, key) is not None:
+            raise ConfigError(
+                "this loop's framework writes its checkpoints itself, as they are and in one place",
+                where=f"checkpoint.{key}",
+                found="a value",
+                expected="null, or a loop in `with verl_slurm.run(...)`",
+                remedy="remove it, or see docs/guests.md",
+            )
 
 
 def seal_own(root: Path, names: Callable[[], Sequence[str]], ranks: Collective) -> tuple[FileEntry, ...]:
@@ -515,7 +655,12 @@ def seal_own(root: Path, names: Callable[[], Sequence[str]], ranks: Collective) 
     """
     # `together`: a full disk on one node must stop all ranks here, not leave the others waiting in the gather.
     made = ranks.together("making the files durable", lambda: door.seal(root, list(names())))
-    everyone = ranks.gather_to_first(msgspec.msgpack.encode(made))
+    return gather_entries(made, ranks)
+
+
+def gather_entries(mine: Sequence[FileEntry], ranks: Collective) -> tuple[FileEntry, ...]:
+    """Returns the entries of all ranks on rank 0, and nothing on the others. Collective."""
+    everyone = ranks.gather_to_first(msgspec.msgpack.encode(mine))
     return tuple(entry for raw in everyone for entry in msgspec.msgpack.decode(raw, type=list[FileEntry]))
 
 

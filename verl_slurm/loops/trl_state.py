@@ -6,7 +6,7 @@ alone, a resume samples the prompts of the running cycle again and counts its cy
 later epoch in the order of the first one: the generator of its sampler starts anew.
 
 ```
-GUEST/trl/              in the Trainer's own directory, as `state_files` writes it: `trainer`, and `reference` where the
+guest/trl/              in the Trainer's own directory, as `loop_state` writes it: `trainer`, and `reference` where the
                         reference model follows the policy (sync_ref_model)
 ```
 
@@ -36,8 +36,8 @@ import torch
 
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.checkpoint.format.specification import FileEntry
-from verl_slurm.loops.object_states import Objects, split
-from verl_slurm.loops.state_files import load_state, write_state
+from verl_slurm.checkpoint.store.reader import CheckpointReader
+from verl_slurm.loops.loop_state import Objects, load_state, split, write_state
 from verl_slurm.save.ranks.collective import Collective
 
 _DIRECTORY = "trl"
@@ -129,7 +129,7 @@ class TrlState:
         # Agreed on: a rank that resumes with completions would wait for one that samples, in TRL's collectives.
         self._keeps_completions = ranks.max([int(bool(problem))]) == [0]
         ranks.first_does("starting the save", lambda: _empty(directory / _DIRECTORY))
-        entries = write_state(self._objects, directory, step, ranks, name=_DIRECTORY)
+        entries = write_state(self._objects, directory, step, ranks, domain=_DIRECTORY)
         return entries, "" if self._keeps_completions else problem or "another rank cannot save its own"
 
     def load(self, directory: Path, ranks: Collective) -> bool:
@@ -140,7 +140,10 @@ class TrlState:
         """
         if not (directory / _DIRECTORY).is_dir():
             return False
-        load_state(self._objects, directory, ranks, name=_DIRECTORY)
+        # In its place in the checkpoint, whose manifest has the digests.
+        checkpoint, domain = directory.parent, f"{directory.name}/{_DIRECTORY}"
+        reader = ranks.together("reading the state", lambda: CheckpointReader(checkpoint))
+        load_state(self._objects, reader, ranks, domain=domain, states=domain)
         return True
 
     # ---- as `Objects` asks for it

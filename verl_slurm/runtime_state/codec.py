@@ -8,7 +8,7 @@ from verl_slurm.base.errors import CheckpointCorrupt
 from verl_slurm.runtime_state.format import HISTORY_ROWS, RuntimeState, StateHead
 from verl_slurm.runtime_state.record import Read, digests, pack, unpack, unpack_head
 
-GROUPS = ("rollouts", "rewards")
+GROUPS = ("rollouts", "rewards", "loop")
 
 
 def encode(state: RuntimeState) -> bytes:
@@ -41,7 +41,7 @@ def decode(data: bytes, *, where: object = "runtime state") -> RuntimeState:
     """
     head, arrays = unpack(data, StateHead, where=where)
     groups = _by_group(arrays, where)
-    return RuntimeState(**_of_head(head), rollouts=groups["rollouts"], rewards=groups["rewards"])
+    return RuntimeState(**_of_head(head), **groups)
 
 
 def peek(data: bytes, *, where: object) -> tuple[StateHead, dict[str, dict[str, list[int]]]]:

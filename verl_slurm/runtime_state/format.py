@@ -32,8 +32,9 @@ msgspec, and both times msgpack (the C extension of msgpack-python) must read th
 
 ## 2. runtime_state.rank_0003.msgpack.zst
 
-A record with `StateHead` as its fields. Arrays are named `rollouts.NAME` and `rewards.NAME`. `codec.decode` turns it
-into `RuntimeState`.
+A record with `StateHead` as its fields. Arrays are named `rollouts.NAME`, `rewards.NAME` and `loop.NAME`.
+`codec.decode` turns it into `RuntimeState`. Of a loop that is not ours it has position, generators and `loop.tree`
+(`loops.loop_state`); the rest is zero.
 
 ## 3. epoch_000003.rank_0000.ledger
 
@@ -163,6 +164,8 @@ class RuntimeState(StateHead, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The rollout queue of the running step on this rank."""
     rewards: Arrays = {}
     """The reward buffers of the running step, as far as they exist: scores, values, advantages, returns."""
+    loop: Arrays = {}
+    """`tree`: what a loop that is not ours keeps besides tensors."""
 
 
 def runtime_state_name(rank: int) -> str:

@@ -257,7 +257,7 @@ class Loop:
             # The wait above has used up a part of the time that Slurm leaves.
             seconds_left=None if left is None else max(0.0, left - waited),
             # Nobody trains any more, so reading the nodes' parts back at once costs nothing.
-            on_kept=partial(self._reporter.saved_on_nodes, request_id) if stop else None,
+            on_kept=partial(self._session.saved_on_nodes, request_id) if stop else None,
             on_part=partial(self._session.part_saved, request_id) if stop else None,
         )
         self._saving = _Saving(position, request_id, why, outcome)

@@ -13,7 +13,7 @@ from verl_slurm.loops.session import Session
 from verl_slurm.save.ranks.saver import SavedCheckpoint
 from verl_slurm.trainer.measures import console
 from verl_slurm.trainer.state.position import Position
-from verl_slurm.wire.messages import MAX_NOTICE, SavedOnNodes, Topic
+from verl_slurm.wire.messages import MAX_NOTICE, Topic
 
 if TYPE_CHECKING:
     from torch.utils import tensorboard as tb
@@ -129,22 +129,6 @@ class Reporter:
             curves = {"save/seconds": done.seconds, "save/bytes": float(done.num_bytes)}
             curves["save/one_copy"] = float(bool(done.problem))
             self._curves(lambda: self._draw(curves, self._step))
-
-    def saved_on_nodes(self, request_id: int, done: SavedCheckpoint) -> None:
-        """Reports that the nodes' disks have the checkpoint, independent of its outcome on shared storage. From any
-        thread.
-        """
-        # The daemon keeps it as the answer, in case shared storage never gets the save.
-        if self._rank == 0:
-            self.session.line.send(
-                SavedOnNodes(
-                    rank=0,
-                    request_id=request_id,
-                    name=done.name,
-                    seconds=done.seconds,
-                    num_bytes=done.num_bytes,
-                )
-            )
 
     def save_failed(self, request_id: int, reason: str) -> None:
         self.session.save_failed(request_id, reason)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 
 import msgspec
 from torch import nn
@@ -11,15 +12,13 @@ from verl_slurm.base.bounded import DATA_FILES, read_regular
 from verl_slurm.base.fence import require_epoch
 from verl_slurm.base.keys import Keyring
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.decide.best import Best, metrics_of
-from verl_slurm.checkpoint.decide.retention import ASSURED_KEPT, plan_prune
+from verl_slurm.checkpoint.decide.best import metrics_of
 from verl_slurm.checkpoint.decide.storage import need_of_next
 from verl_slurm.checkpoint.format.components import Components
 from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION
 from verl_slurm.checkpoint.format.state_schema import SchemaVersion, render_schema
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
-from verl_slurm.checkpoint.store.pruning import Removing, apply_prune
-from verl_slurm.checkpoint.store.verify import verify
+from verl_slurm.checkpoint.store.pruning import Removing, prune_as_configured
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.runtime_state.format import RuntimeState
@@ -146,45 +145,21 @@ class Checkpointer:
 
     def _tidy_partial(self, ranks: Collective, done: SavedCheckpoint) -> None:
         """The same retention; nothing is resumed from these, so the one just written is assurance enough."""
-        config, paths = self._config.checkpoint, self._paths.partial
-
-        def prune() -> None:
-            found = list_checkpoints(paths, partial=True)
-            plan = plan_prune(
-                found,
-                config.keep_last,
-                keep_every=config.keep_every,
-                best=Best.of(config),
-                verified={done.name},
-                num_verified=1,
-            )
-            apply_prune(
-                paths, plan, verifier=lambda path: verify(path, keys=self._keys), remove=self._removing.remove
-            )
-
+        prune = partial(prune_as_configured, self._paths.partial, self._config.checkpoint, self._removing)
         try:
-            ranks.first_does("pruning partial checkpoints", prune)
+            ranks.first_does(
+                "pruning partial checkpoints", lambda: prune({done.name}, self._keys, partial=True)
+            )
         except RanksFailed as error:
             if self._rank == 0:
                 console.complain(error.one_line())
 
     def _prune(self, done: SavedCheckpoint) -> int:
         """Does rank 0's part after the commit of `done`; returns the step from which on the ledger is still needed."""
-        # No checkpoint is read for it: reading one back here would take the disk from the training.
-        plan = plan_prune(
-            list_checkpoints(self._paths),
-            self._config.checkpoint.keep_last,
-            keep_every=self._config.checkpoint.keep_every,
-            best=Best.of(self._config.checkpoint),
-            verified=self._assured,
-            num_verified=ASSURED_KEPT,
-        )
-        apply_prune(
-            self._paths,
-            plan,
-            verifier=lambda path: verify(path, keys=self._keys),
-            epoch_check=lambda: require_epoch(self._paths, self._epoch),
-            remove=self._removing.remove,
+        check = partial(require_epoch, self._paths, self._epoch)
+        config = self._config.checkpoint
+        plan = prune_as_configured(
+            self._paths, config, self._removing, self._assured, self._keys, epoch_check=check
         )
         # Asked again after the removals, which may take long: a newer attempt may need these records by now.
         require_epoch(self._paths, self._epoch)

@@ -18,12 +18,10 @@ from transformers import PreTrainedTokenizerBase
 
 from verl_slurm.base.bounded import vocabulary_of
 from verl_slurm.base.fence import require_epoch
-from verl_slurm.base.files import require_safe_way
 from verl_slurm.base.keys import Keyring, load_keys
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.specification import Manifest
 from verl_slurm.checkpoint.format.state_schema import SchemaVersion, current_schema
-from verl_slurm.checkpoint.store.local_copy import local_directory, this_node
 from verl_slurm.config.roles import trained_roles
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dataset.fingerprint.data_record import (
@@ -258,7 +256,7 @@ def _begin(
         ranks.first_does("verifying the checkpoint", lambda: require_verified(directory, keys))
     # Before the models: what cannot be resumed here is refused without reading a tensor.
     manifest = check_manifest(directory, config, digests.frozen, paths, keys) if directory else None
-    local = _local_place(config, paths, local_rank)
+    local = LocalPlace.of(config.checkpoint, paths, local_rank)
     return _Start(config, paths, device, ranks, session, keys, copies, digests, local, directory, manifest)
 
 
@@ -513,14 +511,6 @@ def _usual_seconds(paths: RunPaths, manifest: Manifest | None) -> float | None:
     if told:
         return told[-1][1]
     return manifest.save_seconds if manifest else None
-
-
-def _local_place(config: RunConfig, paths: RunPaths, local_rank: int) -> LocalPlace | None:
-    directory = local_directory(config.checkpoint.local_dir, paths, this_node())
-    if directory is None:
-        return None
-    require_safe_way(directory, "checkpoint.local_dir")  # the node's directory is not the login node's
-    return LocalPlace(directory=directory, is_first=local_rank == 0, keep=config.checkpoint.local_keep)
 
 
 def _state_bytes(models: Models) -> int:

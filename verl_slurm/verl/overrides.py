@@ -182,7 +182,7 @@ def own_settings(entry: Entry, own: OwnSettings, said: Mapping[str, Setting]) ->
         }
         # `++`: no file of verl's has the key, though its program reads it. A manager of the user's own stays.
         if _MANAGER not in said:
-            ours[f"++{_MANAGER}"] = "verl_slurm.loops.verl_rollouts.LedgerManager"
+            ours[f"++{_MANAGER}"] = "verl_slurm.loops.verl.verl_rollouts.LedgerManager"
     else:
         ours |= {"trainer.default_hdfs_dir": None, "trainer.max_ckpt_to_keep": None}
     # A cadence of the user's own is theirs: each save of verl's becomes a checkpoint, whatever its step.

@@ -7,10 +7,10 @@ the launcher, which stays for the whole job, needs none of Ray's threads. It wai
 place on every node, so Ray notifies it without polling.
 
 The head is on the first node. The lead has given its address to all nodes with their launch. The others go there once
-the first node has found that the port is this user's (`loops.ray_node`). Every other port is free at that moment, so
-two runs may share a node. No process joins, or submits code, without the token: all of Ray's own ports require it
-(RAY_AUTH_MODE=token). It is derived from the lead's own secret, which every node of the run can read and no other user
-can, and differs in each restart.
+the first node has found that the port is this user's (`loops.verl.ray_node`). Every other port is free at that
+moment, so two runs may share a node. No process joins, or submits code, without the token: all of Ray's own ports
+require it (RAY_AUTH_MODE=token). It is derived from the lead's own secret, which every node of the run can read and no
+other user can, and differs in each restart.
 
 docs/decisions/0009-verl-on-ray.md has the findings about Ray 2.60.
 """
@@ -33,7 +33,7 @@ _TRY_EVERY_S = 0.2
 _LEAST_STORE = 80 << 20
 """Ray refuses less (75 MiB)."""
 _EXTERNAL = "VERL_USE_EXTERNAL_MODULES"
-_OUR_MODULE = "verl_slurm.loops.verl_ppo"
+_OUR_MODULE = "verl_slurm.loops.verl.verl_ppo"
 _BELOW_RAY = str(Path(rendezvous.__file__).with_name("below_ray"))
 
 

@@ -138,10 +138,10 @@ def launcher_argv(
     if trainer.on_ray:
         here = ["--node-rank", str(launch.node_rank), "--head", f"{launch.master_addr}:{launch.master_port}"]
         here += ["--nodes", str(launch.nodes or shape.nodes), "--scratch", str(scratch)]
-        return [python, "-P", "-m", "verl_slurm.loops.ray_node", *life, *here]
+        return [python, "-P", "-m", "verl_slurm.loops.verl.ray_node", *life, *here]
     if trainer.backend == "verl":
         # verl's SFT is one process for each rank, as torchrun would start it, and needs no Ray.
-        program = ["-m", "verl_slurm.loops.verl_sft", *life]
+        program = ["-m", "verl_slurm.loops.verl.verl_sft", *life]
     elif trainer.backend == "command":
         program = list(trainer.command)
     else:

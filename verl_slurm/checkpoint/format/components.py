@@ -90,6 +90,8 @@ def require_own(manifest: Manifest, directory: Path) -> None:
         return
     own = directory / guest_directory(manifest.guest, manifest.step)
     tool = "`python -m verl.model_merger`" if manifest.guest == "verl" else "`torch.load`"
+    if manifest.domains:
+        tool = "`verl_slurm.save.ranks.loader.read_whole`"
     raise ConfigError(
         "the checkpoint is of a loop that is not ours",
         where=directory,

@@ -21,16 +21,27 @@ RUN/checkpoints/                      0700
 ```
 
 What a guest saved, a training loop that is not ours (the manifest's `guest`), has of these manifest.json,
-schema_version.json, metadata.json and config.yaml, and one directory with the loop's own files as it wrote them:
+schema_version.json, metadata.json and config.yaml, and is of a whole step. Besides, one that our own saver wrote, for
+`verl_slurm.run`:
+
+```
+  step_000007/
+    guest/                            tensors that all ranks have alike, and those that they share: `index.json` and
+                                      `rank_NNNN.bin`, as actor/
+    guest/own/                        tensors that a rank has for itself, by `NNNN/NAME`; the same
+    runtime_state.rank_0000.msgpack.zst   one a rank, with the rest of its state as a tree (`loops/loop_state.py`)
+```
+
+and one that a framework wrote itself, a directory with its files as they are:
 
 ```
   step_000007/
     global_step_7/...                 guest: verl; beside it latest_checkpointed_iteration.txt, so that verl's own tools
                                       take step_000007 for a default_local_dir
-    guest/...                         guest: loop (`verl_slurm.run`)
+    guest/...                         guest: loop (Hugging Face's Trainer, Lightning)
 ```
 
-It is of a whole step, and never encrypted: the loop alone could decrypt it.
+The latter is never encrypted: the framework alone could decrypt it.
 
 RUN/partial/checkpoints/ is the same for partial checkpoints, whose manifest names the tensor domains they hold
 (`components`); no other directory of tensors is in them, and nothing is resumed from them.
@@ -103,6 +114,9 @@ REQUIRED_DIRECTORIES = ("actor", "critic", "optimizer")
 
 GUEST_FILES = ("config.yaml", "metadata.json", SCHEMA_VERSION)
 """Files of a checkpoint that a guest saved; its own directory lies beside them."""
+
+GUEST_DOMAINS = ("guest", "guest/own")
+"""Tensors of a guest that our own saver wrote (section 1)."""
 
 Guest = Literal["verl", "loop"]
 """The loop that saved it: one of verl's trainers, or one that called `verl_slurm.run`."""
@@ -219,9 +233,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def domains(self) -> tuple[str, ...]:
-        """Returns the directories of tensors that it must have; a guest's own files are not checked."""
+        """Returns the directories of tensors that it must have; files of a framework are not looked into."""
         if self.guest is not msgspec.UNSET:
-            return ()
+            ours = any(entry.path == f"{GUEST_DOMAINS[0]}/index.json" for entry in self.files)
+            return GUEST_DOMAINS if ours else ()
         # Partial ones name theirs; a full one has what its run trains.
         return self.components or (*self.roles, "optimizer")
 
@@ -262,20 +277,22 @@ def sealed_size(plain_size: int) -> int:
 
 def guest_directory(guest: Guest, step: int) -> str:
     """Names the directory of a guest's own files in a checkpoint."""
-    return f"global_step_{step}" if guest == "verl" else "guest"
+    return f"global_step_{step}" if guest == "verl" else GUEST_DOMAINS[0]
 
 
 def missing_parts(manifest: Manifest) -> list[str]:
     """Lists the required parts that this manifest does not name."""
     paths = {entry.path for entry in manifest.files}
     tops = {path.split("/", 1)[0] for path in paths if "/" in path}
-    if not isinstance(manifest.guest, msgspec.UnsetType):
-        # A guest's files are its own: required is that its directory has any.
-        own = guest_directory(manifest.guest, manifest.step)
-        missing = [name for name in GUEST_FILES if name not in paths]
-        return missing if own in tops else [*missing, f"{own}/"]
     # One for each rank: a checkpoint that lacks a rank's state is not whole.
     states = (f"runtime_state.rank_{rank:04d}.msgpack.zst" for rank in range(manifest.world_size))
+    if not isinstance(manifest.guest, msgspec.UnsetType):
+        # A framework's files are its own: required is that its directory has any.
+        own = guest_directory(manifest.guest, manifest.step)
+        missing = [
+            name for name in (*GUEST_FILES, *(states if manifest.domains else ())) if name not in paths
+        ]
+        return missing if own in tops else [*missing, f"{own}/"]
     wanted = [*REQUIRED_FILES, *states]
     return [name for name in wanted if name not in paths] + [
         f"{name}/" for name in manifest.domains if name not in tops

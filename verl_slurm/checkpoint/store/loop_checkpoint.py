@@ -29,6 +29,7 @@ from verl_slurm.checkpoint.format.specification import (
     Guest,
     Manifest,
     Topology,
+    guest_directory,
     path_problem,
 )
 from verl_slurm.checkpoint.format.state_schema import current_schema, render_schema
@@ -102,7 +103,7 @@ def commit_tree(
         # Renamed, not copied: the work directory lies on the same file system, and a copy would double the save's time.
         for name, source in parts.items():
             _move(source, staging.directory / name)
-        for name, data in (_small_files(paths, save) | dict(texts or {})).items():
+        for name, data in (small_files(paths, save) | dict(texts or {})).items():
             write_file(staging.directory / name, data)
         # Each rank has sealed its own files side by side; one rank alone would hash the whole checkpoint.
         known = {entry.path: entry for entry in sealed}
@@ -124,12 +125,20 @@ def commit_tree(
     )
 
 
-def require_guest(directory: Path, guest: Guest, *, world_size: int | None = None) -> Manifest:
+def require_guest(
+    directory: Path,
+    guest: Guest,
+    *,
+    world_size: int | None = None,
+    needed: str = "",
+    whose: str = "",
+) -> Manifest:
     """Returns the manifest of a checkpoint that a guest of this kind wrote, before anything of it is loaded. The lead
     has verified its files.
 
     Args:
         world_size: required number of ranks; None: any number.
+        needed: a file that the guest's directory must contain to be of this framework; `whose`: its name, for people.
 
     Raises:
         ConfigError: another loop wrote it, or another number of ranks.
@@ -137,12 +146,12 @@ def require_guest(directory: Path, guest: Guest, *, world_size: int | None = Non
     """
     manifest = read_manifest(directory)
     # The field was added with loops; manifests without it are the native trainer's.
-    whose = "native" if isinstance(manifest.guest, msgspec.UnsetType) else manifest.guest
-    if whose != guest:
+    kind = "native" if isinstance(manifest.guest, msgspec.UnsetType) else manifest.guest
+    if kind != guest:
         raise ConfigError(
             "the checkpoint is of another kind of loop",
             where=directory,
-            found=whose,
+            found=kind,
             expected=guest,
             remedy="go on with the trainer.backend that wrote it, or start with checkpoint.resume_from=null",
         )
@@ -153,6 +162,16 @@ def require_guest(directory: Path, guest: Guest, *, world_size: int | None = Non
             found=manifest.world_size,
             expected=world_size,
             remedy=f"go on with distributed.dp_size={manifest.world_size}, or see verl_slurm.run(any_ranks=True)",
+        )
+    own = directory / guest_directory(guest, manifest.step)
+    # The manifest tells loops from verl, not one framework from the other; the file that each writes does.
+    if needed and not (own / needed).exists():
+        raise ConfigError(
+            f"the checkpoint is not one of {whose}",
+            where=own,
+            found=", ".join(sorted(path.name for path in own.iterdir())[:5]),
+            expected=needed,
+            remedy="go on with the loop that wrote it, or start with checkpoint.resume_from=null",
         )
     return manifest
 
@@ -219,7 +238,14 @@ def _move(source: Path, target: Path) -> None:
         ) from error
 
 
-def _small_files(paths: RunPaths, save: LoopSave) -> dict[str, bytes]:
+def data_digest(paths: RunPaths) -> str:
+    """Returns the fingerprint of the data that the run started with; empty: none is recorded."""
+    data = fingerprint.read(paths)
+    return "" if data is None else data.digest
+
+
+def small_files(paths: RunPaths, save: LoopSave) -> dict[str, bytes]:
+    """Returns the files of `GUEST_FILES`. Reads the run's configuration."""
     metadata = {
         **save.metadata,
         "step": save.step,
@@ -266,7 +292,6 @@ def _files(staging: Path) -> list[str]:
 def _manifest(
     paths: RunPaths, save: LoopSave, name: str, entries: Sequence[FileEntry], began: float
 ) -> Manifest:
-    data = fingerprint.read(paths)
     return Manifest(
         name=name,
         step=save.step,
@@ -275,7 +300,7 @@ def _manifest(
         epoch=save.epoch,
         parent=save.parent,
         schema_id=current_schema().schema_id,
-        dataset_fingerprint=data.digest if data is not None else "",
+        dataset_fingerprint=data_digest(paths),
         world_size=save.world_size,
         topology=Topology(dp=save.world_size),
         files=tuple(entries),

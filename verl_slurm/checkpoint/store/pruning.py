@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl_slurm.base.errors import CheckpointCorrupt, NotFound
+from verl_slurm.base.keys import Keyring
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.tree import open_own
 from verl_slurm.checkpoint.decide.best import Best
-from verl_slurm.checkpoint.decide.retention import PrunePlan, plan_prune
+from verl_slurm.checkpoint.decide.retention import ASSURED_KEPT, PrunePlan, plan_prune
 from verl_slurm.checkpoint.decide.storage import Need
 from verl_slurm.checkpoint.format.info import CheckpointInfo, Verdict
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
@@ -29,6 +30,7 @@ from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.medium import room_for
 from verl_slurm.checkpoint.store.quarantine import is_set_aside
 from verl_slurm.checkpoint.store.verify import verify
+from verl_slurm.config.schema import CheckpointConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +158,38 @@ def _tree_bytes(directory: Path) -> int:
         for name in names:
             total += os.lstat(os.path.join(folder, name)).st_size
     return total
+
+
+def prune_as_configured(
+    paths: RunPaths,
+    config: CheckpointConfig,
+    removing: "Removing",
+    assured: Collection[str],
+    keys: Keyring | None,
+    *,
+    partial: bool = False,
+    epoch_check: Callable[[], None] = lambda: None,
+) -> PrunePlan:
+    """Removes what a run's configuration does not keep, after a save; no checkpoint is read for it: that would take the
+    disk from the training. Runs on rank 0; raises as `apply_prune`.
+
+    Args:
+        assured: names that are known to be whole: they were verified before we loaded them, or committed by ourselves.
+        keys: what keeps older ones from being removed must be signed with one of them.
+        partial: no run resumes from these, so the newest one is assurance enough.
+    """
+    infos, best = list_checkpoints(paths, partial=partial), Best.of(config)
+    # So many stay whatever `keep_last` says: a fresh save has not been read back yet.
+    least, every = 1 if partial else ASSURED_KEPT, config.keep_every
+    plan = plan_prune(
+        infos, config.keep_last, keep_every=every, best=best, verified=assured, num_verified=least
+    )
+
+    def verifier(path: Path) -> Verdict:
+        return verify(path, keys=keys)
+
+    apply_prune(paths, plan, verifier=verifier, epoch_check=epoch_check, remove=removing.remove)
+    return plan
 
 
 def apply_prune(

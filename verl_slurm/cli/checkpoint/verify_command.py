@@ -355,8 +355,8 @@ def _describe(directory: Path, key_file: Path | None, *, tensors: bool, as_json:
     render.table(
         ["part", "files", "MB"], [[row["part"], row["files"], _mb(row["bytes"])] for row in facts["parts"]]
     )
-    # Nothing below exists for a guest: its files are verified by their bytes and never opened.
-    if facts["guest"] is not None:
+    # Files of a framework are verified by their bytes and never opened.
+    if facts["guest"] is not None and not facts["domains"]:
         render.line("the state is that loop's own: it is verified, not opened here (docs/guests.md)")
         return
     render.line()

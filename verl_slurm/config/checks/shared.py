@@ -473,16 +473,9 @@ _OURS = {
     "train": TrainConfig(),
 }
 _OURS_OF_DATA = ("prompt_key", "answer_key", "max_prompt_tokens", "shuffle", "eval_root", "eval_fraction")
-_OURS_OF_CHECKPOINT = (
-    "cadence",
-    "intervals",
-    "keep_best",
-    "components",
-    "include_optimizer",
-    "partial_every_steps",
-    "local_dir",
-    "encryption",
-)
+_OURS_OF_CHECKPOINT = ("cadence", "intervals", "components", "include_optimizer", "partial_every_steps")
+_NOT_OF_VERL = ("local_dir", "encryption")
+"""Our own saver has them: that of `verl_slurm.run`, too."""
 _OURS_OF_DISTRIBUTED = ("tp_size", "pp_size", "mixed_precision", "recompute")
 
 
@@ -523,7 +516,12 @@ def _not_read(config: RunConfig) -> Iterator[Complaint]:
             )
     closed = (
         ("data", config.data, type(config.data)(), _OURS_OF_DATA),
-        ("checkpoint", config.checkpoint, type(config.checkpoint)(), _OURS_OF_CHECKPOINT),
+        (
+            "checkpoint",
+            config.checkpoint,
+            type(config.checkpoint)(),
+            (*_OURS_OF_CHECKPOINT, *(_NOT_OF_VERL if backend == "verl" else ())),
+        ),
         ("distributed", config.distributed, DistributedConfig(), _OURS_OF_DISTRIBUTED),
     )
     for name, section, default, keys in closed:

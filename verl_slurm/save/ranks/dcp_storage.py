@@ -11,13 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
@@ -47,26 +41,26 @@ class CheckpointReaderForDCP(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing is kept between two loads."""
 
-    def read_metadata(self) -> Metadata:
+    def read_metadata(self) -> dcp.Metadata:
         """Names, types, shapes and pieces."""
         described: dict[str, Any] = {}
-        places: dict[MetadataIndex, Piece] = {}
+        places: dict[dcp.MetadataIndex, Piece] = {}
         for name, entry in self._whole.index.tensors.items():
             pieces = entry.without_runs().pieces
             chunks = [
-                ChunkStorageMetadata(offsets=torch.Size(piece.offset), sizes=torch.Size(piece.shape))
+                dcp.ChunkStorageMetadata(offsets=torch.Size(piece.offset), sizes=torch.Size(piece.shape))
                 for piece in pieces
             ]
-            properties = TensorProperties(dtype=getattr(torch, entry.dtype))
-            described[name] = TensorStorageMetadata(
+            properties = dcp.TensorProperties(dtype=getattr(torch, entry.dtype))
+            described[name] = dcp.TensorStorageMetadata(
                 properties=properties, size=torch.Size(entry.shape), chunks=chunks
             )
             for number, piece in enumerate(pieces):
-                places[MetadataIndex(name, torch.Size(piece.offset), number)] = piece
-        return Metadata(state_dict_metadata=described, storage_data=places)
+                places[dcp.MetadataIndex(name, torch.Size(piece.offset), number)] = piece
+        return dcp.Metadata(state_dict_metadata=described, storage_data=places)
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any) -> None:
-        self._places: dict[MetadataIndex, Piece] = metadata.storage_data
+    def set_up_storage_reader(self, metadata: dcp.Metadata, is_coordinator: bool, *_: Any, **__: Any) -> None:
+        self._places: dict[dcp.MetadataIndex, Piece] = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan

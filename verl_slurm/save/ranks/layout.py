@@ -15,20 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.checkpoint.format.tensor_index import (
-    DTYPE_BYTES,
-    FILE_ALIGNMENT,
-    INDEX,
-    MAX_INDEX_BYTES,
-    PIECE_ALIGNMENT,
-    SHORTEST_RUN,
-    Piece,
-    TensorEntry,
-    TensorIndex,
-    rank_of,
-    render_index,
-    tensor_file,
-)
+from verl_slurm.checkpoint.format import tensor_index
 from verl_slurm.save.ranks.boxes import Box, dtype_name, local_part
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.save.ranks.tensors import Tensors
@@ -147,10 +134,10 @@ def plan_layout(domains: Mapping[str, Tensors], ranks: Collective) -> Layout:
     arena_bytes = 0
     for domain in domains:
         # Whole pages: the writer writes them past the page cache.
-        size = _aligned(sizes.get(domain, 0), FILE_ALIGNMENT)
+        size = _aligned(sizes.get(domain, 0), tensor_index.FILE_ALIGNMENT)
         begins[domain] = arena_bytes
         if size:
-            path = f"{domain}/{tensor_file(ranks.rank)}"
+            path = f"{domain}/{tensor_index.tensor_file(ranks.rank)}"
             my_files.append(ArenaFile(path=path, at=arena_bytes, size=size))
         arena_bytes += size
     return Layout(
@@ -161,7 +148,7 @@ def plan_layout(domains: Mapping[str, Tensors], ranks: Collective) -> Layout:
         ),
         files=tuple(my_files),
         arena_bytes=arena_bytes,
-        indexes={f"{domain}/{INDEX}": _index(domain, groups, pieces) for domain in domains},
+        indexes={f"{domain}/{tensor_index.INDEX}": _index(domain, groups, pieces) for domain in domains},
     )
 
 
@@ -202,7 +189,7 @@ def _groups(
 
 def _placed(
     groups: list[_Group], rank: int
-) -> tuple[dict[_Name, list[Piece]], dict[_Name, int], dict[str, int]]:
+) -> tuple[dict[_Name, list[tensor_index.Piece]], dict[_Name, int], dict[str, int]]:
     """Places every piece of every rank.
 
     Returns:
@@ -215,7 +202,7 @@ def _placed(
             holders.setdefault((one.domain, one.name), []).append((number, one.cut))
     known: dict[tuple[tuple[int, int], ...], _Writers] = {}
     waiting: dict[_Name, list[IntArray]] = {}
-    pieces: dict[_Name, list[Piece]] = {}
+    pieces: dict[_Name, list[tensor_index.Piece]] = {}
     mine: dict[_Name, int] = {}
     sizes: dict[str, int] = {}
     for number, group in enumerate(groups):
@@ -238,8 +225,8 @@ def _placed(
             if len(waiting[name]) == len(who):
                 pieces[name] = _pieces(writers, np.concatenate(waiting.pop(name)))
             # Aligned so that the copy in the arena can be viewed as its own type.
-            num_bytes = group.boxes[one.cut][:, 1].prod(axis=1) * DTYPE_BYTES[one.dtype]
-            at += np.where(written, _aligned(num_bytes, PIECE_ALIGNMENT), 0)
+            num_bytes = group.boxes[one.cut][:, 1].prod(axis=1) * tensor_index.DTYPE_BYTES[one.dtype]
+            at += np.where(written, _aligned(num_bytes, tensor_index.PIECE_ALIGNMENT), 0)
         if is_mine:
             sizes = {domain: int(at[here]) for domain, at in filled.items()}
     return pieces, mine, sizes
@@ -277,7 +264,7 @@ def _writers(holders: list[tuple[_Group, IntArray]]) -> _Writers:
     return _Writers(ranks, boxes, axis, order, written, follow, steps)
 
 
-def _pieces(writers: _Writers, at: IntArray) -> list[Piece]:
+def _pieces(writers: _Writers, at: IntArray) -> list[tensor_index.Piece]:
     """Returns a tensor's pieces, runs put together, by rank.
 
     Args:
@@ -295,41 +282,41 @@ def _pieces(writers: _Writers, at: IntArray) -> list[Piece]:
         if start < count - 1 and joined[start]:
             later = int(np.searchsorted(breaks, start, side="right"))
             end = (int(breaks[later]) if later < len(breaks) else count - 1) + 1
-        if end - start < SHORTEST_RUN:
+        if end - start < tensor_index.SHORTEST_RUN:
             found += [_piece(writers, at, number) for number in range(start, end)]
         else:
             run = _piece(writers, at, start)
             every = int(writers.steps[start])
             found.append(msgspec.structs.replace(run, count=end - start, every=every, axis=writers.axis))
         start = end
-    return sorted(found, key=lambda piece: (rank_of(piece.file), piece.at))
+    return sorted(found, key=lambda piece: (tensor_index.rank_of(piece.file), piece.at))
 
 
-def _piece(writers: _Writers, at: IntArray, number: int) -> Piece:
+def _piece(writers: _Writers, at: IntArray, number: int) -> tensor_index.Piece:
     offset, shape = writers.boxes[number].tolist()
-    return Piece(
-        file=tensor_file(int(writers.ranks[number])),
+    return tensor_index.Piece(
+        file=tensor_index.tensor_file(int(writers.ranks[number])),
         at=int(at[number]),
         offset=tuple(offset),
         shape=tuple(shape),
     )
 
 
-def _index(domain: str, groups: list[_Group], pieces: Mapping[_Name, list[Piece]]) -> bytes:
+def _index(domain: str, groups: list[_Group], pieces: Mapping[_Name, list[tensor_index.Piece]]) -> bytes:
     # Any rank that holds a part of a tensor knows its type and whole shape.
-    tensors: dict[str, TensorEntry] = {}
+    tensors: dict[str, tensor_index.TensorEntry] = {}
     for one in (one for group in groups for one in group.held):
         if one.domain == domain and one.name not in tensors:
             mine = tuple(pieces[domain, one.name])
-            tensors[one.name] = TensorEntry(dtype=one.dtype, shape=one.whole, pieces=mine)
-    data = render_index(TensorIndex(tensors=tensors))
+            tensors[one.name] = tensor_index.TensorEntry(dtype=one.dtype, shape=one.whole, pieces=mine)
+    data = tensor_index.render_index(tensor_index.TensorIndex(tensors=tensors))
     # Every rank has the same index, so all refuse. Without this, checkpoints would verify that nothing can load.
-    if len(data) > MAX_INDEX_BYTES:
+    if len(data) > tensor_index.MAX_INDEX_BYTES:
         raise ConfigError(
             f"the ranks cut the tensors of {domain} into more pieces than a checkpoint can name",
             where="distributed",
             found=f"an index of {len(data)} bytes",
-            expected=f"at most {MAX_INDEX_BYTES}",
+            expected=f"at most {tensor_index.MAX_INDEX_BYTES}",
             remedy="cut them less: distributed.tp_size, distributed.dp_size",
         )
     return data

@@ -97,17 +97,23 @@ class WholeReader:
         return tensors
 
 
-def read_runtime_state(reader: CheckpointReader, rank: int, world_size: int) -> RuntimeState:
+def read_runtime_state(
+    reader: CheckpointReader, rank: int, world_size: int, *, below: str = ""
+) -> RuntimeState:
     """The runtime state that `rank` of `world_size` saved.
+
+    Args:
+        below: a directory of the checkpoint; empty: its own.
 
     Raises:
         CheckpointCorrupt: it is not what was committed, or belongs to another rank or world size.
         OSError: the storage did not give it. It was there when the checkpoint was verified, so this says
             nothing about the checkpoint, not even when the file is not found (a stale view of NFS).
     """
-    path = reader.directory / runtime_state_name(rank)
+    name = f"{below}/{runtime_state_name(rank)}".lstrip("/")
+    path = reader.directory / name
     # Its digest is checked by the reader before a byte of it is decompressed.
-    state = decode(reader.read(path.name), where=path)
+    state = decode(reader.read(name), where=path)
     # The manifest's digest vouches for the bytes, and the file's name is no proof of whose they are.
     if (state.rank, state.world_size) != (rank, world_size):
         raise _unfit(path, f"rank {state.rank} of {state.world_size}", f"rank {rank} of {world_size}")

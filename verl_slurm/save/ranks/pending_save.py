@@ -17,12 +17,14 @@ from pathlib import Path
 
 import msgspec
 
+from verl_slurm.base.files import require_safe_way
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.components import Components
-from verl_slurm.checkpoint.format.specification import Algorithm, FileEntry, Manifest, Topology
+from verl_slurm.checkpoint.format.specification import Algorithm, FileEntry, Guest, Manifest, Topology
 from verl_slurm.checkpoint.store.commit import SavedCheckpoint, StagingDirectory
-from verl_slurm.checkpoint.store.local_copy import LocalPart
+from verl_slurm.checkpoint.store.local_copy import LocalPart, local_directory, this_node
 from verl_slurm.config.roles import ROLES, Role
+from verl_slurm.config.schema import CheckpointConfig
 from verl_slurm.runtime_state.format import RuntimeState
 from verl_slurm.save.writer.file_sealing import SealedFile
 from verl_slurm.save.writer.protocol import Sealing, Write, Written
@@ -97,10 +99,11 @@ class Provenance:
     parent: str | None
     schema_id: str
     dataset_fingerprint: str
-    frozen: Mapping[str, str]
     topology: Topology
+    frozen: Mapping[str, str] = field(default_factory=dict)
     trained: tuple[Role, ...] = ROLES
     algorithm: Algorithm | msgspec.UnsetType = msgspec.UNSET
+    guest: Guest | msgspec.UnsetType = msgspec.UNSET
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +119,15 @@ class LocalPlace:
     directory: Path
     is_first: bool
     keep: int
+
+    @classmethod
+    def of(cls, config: CheckpointConfig, paths: RunPaths, local_rank: int) -> "LocalPlace | None":
+        """Returns the place of a rank of this node; None: `checkpoint.local_dir` is not set."""
+        directory = local_directory(config.local_dir, paths, this_node())
+        if directory is None:
+            return None
+        require_safe_way(directory, "checkpoint.local_dir")  # the node's directory is not the login node's
+        return cls(directory=directory, is_first=local_rank == 0, keep=config.local_keep)
 
 
 class SavePlan(msgspec.Struct, frozen=True):
@@ -265,6 +277,7 @@ def manifest_of(
         # Left out where it says the default.
         trained=msgspec.UNSET if provenance.trained == ROLES else provenance.trained,
         algorithm=provenance.algorithm,
+        guest=provenance.guest,
         frozen={**provenance.frozen, **save.contents.frozen},
         # For people, and for the `keep_days` of tiers: checkpoints are not ordered by a clock.
         created_utc=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),

@@ -62,7 +62,7 @@ class CheckpointSaver:
 
     Args:
         domains: `actor`, `critic`, `optimizer` → the live tensors of this rank (`save.ranks.tensors`),
-            which stay where they are for as long as this lives.
+            which stay where they are until the next `lay_out`.
         epoch_check: raises `Fenced` when this attempt of the run no longer owns it; asked by rank 0.
         local: where this node keeps its second copy; None: nowhere.
         usual_seconds: that a save to shared storage took before; None: not known.
@@ -101,6 +101,10 @@ class CheckpointSaver:
     def arena_bytes(self) -> int:
         """Memory of this rank that saving takes, beside the state itself."""
         return self._staging.num_bytes
+
+    def lay_out(self, domains: Mapping[str, Tensors]) -> None:
+        """Takes other tensors from the next save on (`Staging.lay_out`). Collective, on the main thread."""
+        self._staging.lay_out(domains)
 
     def begin(
         self,

@@ -15,12 +15,7 @@ import msgspec
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.checkpoint.format.manifest import parse, render
 from verl_slurm.checkpoint.format.specification import FileEntry, Manifest
-from verl_slurm.checkpoint.store.local_copy import (
-    commit_part,
-    drop_staging,
-    part_problems,
-    prune_parts,
-)
+from verl_slurm.checkpoint.store import local_copy
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.save.ranks.medium_results import write_to_medium
 from verl_slurm.save.ranks.pending_save import LocalPlace, Medium, MediumResult, PendingSave, problems_of
@@ -103,12 +98,12 @@ class NodeCopies:
             with suppress(OSError):
                 # One rank of a node does it, and an error is dropped: older parts cost room, and the next save tries
                 # again.
-                prune_parts(self._place.directory, self._place.keep)
+                local_copy.prune_parts(self._place.directory, self._place.keep)
 
     def drop(self, staging: Path) -> None:
         """Remove the remains of a failed save. A committed part stays: it is whole, and may be the last copy."""
         if self._place.is_first:
-            drop_staging(staging)
+            local_copy.drop_staging(staging)
 
     def close(self) -> None:
         """Wait for saves under way."""
@@ -136,7 +131,7 @@ class NodeCopies:
             try:
                 # Storage errors are a value here: one node's disk must not stop ranks whose shared storage is fine.
                 # Parsed on each node: every part then holds the same signed bytes.
-                save.part = commit_part(directory, parse(told.manifest, where=directory))
+                save.part = local_copy.commit_part(directory, parse(told.manifest, where=directory))
             except (OSError, VerlSlurmError) as error:
                 problem = f"{type(error).__name__}: {error}"
         # Whether to read back must be decided alike on every rank, because reading back is collective. So rank 0's view
@@ -150,11 +145,11 @@ class NodeCopies:
         if save.part is not None:
             try:
                 # Bytes that were just written are in the page cache, so the parts are read around it, from the disk.
-                problem = "; ".join(part_problems(save.part)[:3])
+                problem = "; ".join(local_copy.part_problems(save.part)[:3])
                 if problem:
                     # A damaged part is removed: its node would otherwise report it at the next start, and bringing it
                     # home would fail.
-                    drop_staging(save.part.path)
+                    local_copy.drop_staging(save.part.path)
             except (OSError, VerlSlurmError) as error:
                 problem = f"{type(error).__name__}: {error}"
         return _problems(self._ranks.values(_PartReport(problem), _PartReport))

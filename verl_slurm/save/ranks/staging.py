@@ -34,8 +34,8 @@ class Staging:
     """One rank's arena and saver. Make it on the main thread: the saver dies with the thread that started it.
 
     Args:
-        domains: domain → tensors that stay where they are for as long as this lives.
-        ranks: to agree on the layout, once. Collective.
+        domains: domain → tensors that stay where they are until the next `lay_out`.
+        ranks: to agree on the layout. Collective.
         hashers: threads that hash.
         encryption: where the saver finds its key.
 
@@ -53,26 +53,53 @@ class Staging:
         hashers: int = 1,
         encryption: EncryptionConfig | None = None,
     ) -> None:
-        self.layout: Layout = plan_layout(domains, ranks)
+        self._ranks, self._hashers, self._encryption = ranks, hashers, encryption
+        self._copied = threading.Event()
+        self._copied.set()
+        self._open(plan_layout(domains, ranks))
+
+    def lay_out(self, domains: Mapping[str, Tensors]) -> None:
+        """Takes other tensors from the next save on. Collective, on the main thread; no save may be under way.
+
+        Arena and saver stay where each tensor keeps its place; a saver that died is replaced.
+
+        Raises:
+            RanksFailed: as the constructor; nothing can be saved then until another call succeeds.
+        """
+        layout = plan_layout(domains, self._ranks)
+        # Padding between tensors is zero in a new arena alone, so another layout takes a new one.
+        moved = (layout.indexes, layout.files) != (self.layout.indexes, self.layout.files)
+        # Agreed on: a saver may have died on one rank, and opening is collective.
+        if self._ranks.max([int(moved or not self._is_open or self._saver_died)]) == [0]:
+            self._take(layout)
+            return
+        self.close()
+        self._open(layout)
+
+    def _open(self, layout: Layout) -> None:
+        self.layout = layout
+        self._is_open = self._saver_died = self._saver_is_ready = False
         # Before the arena is made: a rank that runs out of memory later would be killed in the middle of training.
-        ranks.together(
-            "making room for checkpoints", lambda: _require_memory(self.layout.arena_bytes, _ranks_here())
+        self._ranks.together(
+            "making room for checkpoints", lambda: _require_memory(layout.arena_bytes, _ranks_here())
         )
-        self._arena = Arena(self.layout.arena_bytes)
-        whole = torch.frombuffer(self._arena.view, dtype=torch.uint8)
-        self._live = [slot.tensor for slot in self.layout.slots]
-        self._copies = [_view(whole, slot.at, slot.tensor) for slot in self.layout.slots]
-        self._device = next((t.device for t in self._live if t.device.type == "cuda"), None)
+        self._arena = Arena(layout.arena_bytes)
+        self._take(layout)
         self.pinned = False
         """Whether the GPU copies straight into the arena; known once it is warm."""
-        self._saver = SaverProcess(self._arena, hashers=hashers, encryption=encryption)
+        self._saver = SaverProcess(self._arena, hashers=self._hashers, encryption=self._encryption)
         # One thread, so that the arena is warm before its first use and one save follows the other. It begins now,
         # beside whatever is loaded after the models: a run may be preempted before its first periodic save.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
         self._warm = self._thread.submit(self._warm_up)
-        self._saver_is_ready = False
-        self._copied = threading.Event()
-        self._copied.set()
+        self._is_open = True
+
+    def _take(self, layout: Layout) -> None:
+        self.layout = layout
+        whole = torch.frombuffer(self._arena.view, dtype=torch.uint8)
+        self._live = [slot.tensor for slot in layout.slots]
+        self._copies = [_view(whole, slot.at, slot.tensor) for slot in layout.slots]
+        self._device = next((t.device for t in self._live if t.device.type == "cuda"), None)
 
     @property
     def num_bytes(self) -> int:
@@ -102,12 +129,16 @@ class Staging:
 
         def work() -> None:
             try:
-                self._copy(ready)
-            finally:
-                # After an error, too: training waits for it in `fence`, and the future tells the failure.
-                copied.set()
-            self._wait_for_saver()
-            self._saver.write(request.result(), on_done)
+                try:
+                    self._copy(ready)
+                finally:
+                    # After an error, too: training waits for it in `fence`, and the future tells the failure.
+                    copied.set()
+                self._wait_for_saver()
+                self._saver.write(request.result(), on_done)
+            except SaverDied:
+                self._saver_died = True
+                raise
 
         return self._thread.submit(work)
 
@@ -120,7 +151,10 @@ class Staging:
         return time.perf_counter() - started
 
     def close(self) -> None:
-        """End the saver; what is being written is finished first."""
+        """End the saver; what is being written is finished first. May be called twice."""
+        if not self._is_open:
+            return
+        self._is_open = False
         # The thread first: it talks to the saver until its last answer.
         self._thread.shutdown()
         self._saver.close()
@@ -129,6 +163,7 @@ class Staging:
             _unpin(self._arena, self._device)
         # They are views of the arena, which cannot be unmapped while one exists.
         self._copies.clear()
+        self._live.clear()
         self._arena.close()
 
     def _warm_up(self) -> None:

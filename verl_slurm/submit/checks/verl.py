@@ -42,7 +42,7 @@ from verl_slurm.config.elastic import allowed_nodes
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.containers.runtimes import contained_argv
 from verl_slurm.dataset.prompts.look import MOST_TEXTS, Rows, WantedRows
-from verl_slurm.loops.verl_settings import start_settings
+from verl_slurm.loops.verl.verl_settings import start_settings
 from verl_slurm.submit.checks import user_programs
 from verl_slurm.submit.checks.model_files import require_model, require_whole_weights
 from verl_slurm.submit.checks.prompt_data import look_at_files, refuse_partial

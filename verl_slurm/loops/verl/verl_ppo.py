@@ -1,8 +1,8 @@
 """Makes verl's PPO trainers interruptible through verl's own extension points; verl itself loads it.
 
-`VERL_USE_EXTERNAL_MODULES=verl_slurm.loops.verl_ppo` makes every process of verl's import this at the end of `import
-verl`. `register_trainer` registers two names, and `trainer.v1.trainer_mode` selects one of them: verl's own class,
-which may save and leave at the end of a step.
+`VERL_USE_EXTERNAL_MODULES=verl_slurm.loops.verl.verl_ppo` makes every process of verl's import this at the end of
+`import verl`. `register_trainer` registers two names, and `trainer.v1.trainer_mode` selects one of them: verl's own
+class, which may save and leave at the end of a step.
 
 verl uses the name of the mode for more than the choice of the trainer: the replay buffer and the transfer queue ask for
 the name "sync", too. So the name is set back before verl's constructor sees it.
@@ -28,9 +28,9 @@ from verl.utils.tensordict_utils import assign_non_tensor_stack
 
 from verl_slurm.loops.session import Session
 from verl_slurm.loops.step_end import StepEndSaver
-from verl_slurm.loops.verl_engines import Engines
-from verl_slurm.loops.verl_ppo_rollouts import Recording, Rollouts
-from verl_slurm.loops.verl_ppo_saves import Saves
+from verl_slurm.loops.verl.verl_engines import Engines
+from verl_slurm.loops.verl.verl_ppo_rollouts import Recording, Rollouts
+from verl_slurm.loops.verl.verl_ppo_saves import Saves
 from verl_slurm.rendezvous.everywhere import install_everywhere
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.verl.positions import POSITION
@@ -93,7 +93,7 @@ class _Interruptible(_Verls):  # type: ignore[misc]
         self.rollouts = Rollouts(saver.session, batch_size=config.data.train_batch_size)
         if saver.session.has_run and config.actor_rollout_ref.rollout.name == "vllm":
             # Here alone: it imports vLLM, as verl's own next line does.
-            import_module("verl_slurm.loops.verl_vllm").register()
+            import_module("verl_slurm.loops.verl.verl_vllm").register()
         super().__init__(config)
 
     def on_init_end(self) -> None:

@@ -4,7 +4,7 @@
 returns when a step is done, and its `ckpt_handler`, which writes and reads checkpoints. Everything else is verl's own
 code, including the order of a step. Validation and saving follow `train_batch`, so they obey a decision made there.
 
-An exit proves nothing: a run is finished when its last step is done and committed (`loops.verl_sft`).
+An exit proves nothing: a run is finished when its last step is done and committed (`loops.verl.verl_sft`).
 """
 
 import random
@@ -20,7 +20,7 @@ from verl.utils import tensordict_utils
 from verl_slurm.base.errors import ConfigError, VerlSlurmError
 from verl_slurm.checkpoint.format.specification import guest_directory
 from verl_slurm.loops.step_end import StepEndSaver, seal_own
-from verl_slurm.loops.verl_sft_wraps import watch_checkpoints, watch_steps
+from verl_slurm.loops.verl.verl_sft_wraps import watch_checkpoints, watch_steps
 
 
 class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
@@ -136,7 +136,7 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
 
         # Each rank hashes what it wrote: the pages are in its node's cache, and the work is shared.
         seal, why = partial(seal_own, saver.work, shards), "trainer.save_freq"
-        saver.save(step, name, metrics=self._metrics, why=why, last=last, write=write, seal=seal)
+        saver.save(step, saver.files(name, write, seal), metrics=self._metrics, why=why, last=last)
 
 
 def _seed(seed: int) -> None:

@@ -28,13 +28,7 @@ from verl.tools.schemas import ToolResponse
 from verl.workers.rollout.replica import TokenOutput
 
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.runtime_state.rollout_records import (
-    NotRecordable,
-    RolloutLedger,
-    digest_of,
-    session_seed,
-    turn_paths,
-)
+from verl_slurm.runtime_state import rollout_records
 from verl_slurm.runtime_state.token_log import Call, Prefix, Prefixes
 
 _PROBES = 64
@@ -71,7 +65,9 @@ class PromptSession:
             NotRecordable: there are more sessions, turns or calls than 32 bits can tell apart.
         """
         if self.number >= 1 << 12 or self.turn >= 1 << 12 or call >= 1 << 8:
-            raise NotRecordable("a session has more than 4,095 turns or a turn more than 255 calls of tools")
+            raise rollout_records.NotRecordable(
+                "a session has more than 4,095 turns or a turn more than 255 calls of tools"
+            )
         return self.position, (self.number << 20) | (max(self.turn, 0) << 8) | call
 
 
@@ -98,7 +94,7 @@ class Turns:
         response_length: int,
         prompt_length: int,
     ) -> None:
-        self.records = RolloutLedger(turn_paths(paths), epoch, rank)
+        self.records = rollout_records.RolloutLedger(rollout_records.turn_paths(paths), epoch, rank)
         self._paths, self._read_at = paths, time.monotonic()
         self._prefixes = Prefixes(paths, report=self.records.tell)
         self.seeded, self.continued = seeded, 0
@@ -173,8 +169,8 @@ class _Continuing:
         prompt_ids, turn, records = list(prompt_ids), session.next_turn(), self.turns.records
         settings = {name: value for name, value in sampling_params.items() if name != "seed"}
         try:
-            key, digest = session.key(0), digest_of(prompt_ids, settings)[:16]
-        except NotRecordable as error:
+            key, digest = session.key(0), rollout_records.digest_of(prompt_ids, settings)[:16]
+        except rollout_records.NotRecordable as error:
             records.not_recorded(error)
             return await ask(request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **named)
         if found := records.find(*key, digest, lambda fields: TokenOutput(**fields)):
@@ -229,7 +225,7 @@ class _Continuing:
         budget = self.turns.budget(params, len(prompt_ids))
         if "seed" in params and (call.turn or start):
             # The noise of one place in a session is used once.
-            params["seed"] = session_seed(params["seed"], call.turn, start)
+            params["seed"] = rollout_records.session_seed(params["seed"], call.turn, start)
         if prefix is None:
             return await self._ask(call, request_id, prompt_ids, params, named)
         if prefix.ended or start >= budget:
@@ -365,8 +361,8 @@ async def _once(
     if session is None:
         return await run()  # type: ignore[no-any-return]
     try:
-        key, digest = session.key(session.next_tool()), digest_of(name, parameters)
-    except NotRecordable as error:
+        key, digest = session.key(session.next_tool()), rollout_records.digest_of(name, parameters)
+    except rollout_records.NotRecordable as error:
         turns.records.not_recorded(error)
         return await run()  # type: ignore[no-any-return]
     if kind != "restart_only" and (found := turns.records.find(*key, digest, _tool_result)):

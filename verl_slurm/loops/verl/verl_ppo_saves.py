@@ -1,7 +1,7 @@
 """Connects verl's loops to `StepEndSaver`: PPO's hooks at a step's end, and the verdict on either loop's end. No verl.
 
 verl's PPO driver alone reports for the run, as rank 0 of 1. Its loop asks twice at a step's end: before a periodic
-save, which then also answers a request, and after it (`loops.verl_ppo`).
+save, which then also answers a request, and after it (`loops.verl.verl_ppo`).
 """
 
 from collections.abc import Callable, Mapping
@@ -114,7 +114,11 @@ class Saves:
 
     def _save(self, step: int, write: Callable[[], None]) -> None:
         name, last = guest_directory("verl", step), step >= self._total
-        self.saver.save(step, name, metrics=self._metrics, why="trainer.save_freq", last=last, write=write)
+        if not self.saver.session.has_run:
+            write()  # where verl itself does
+            return
+        store = self.saver.files(name, write)
+        self.saver.save(step, store, metrics=self._metrics, why="trainer.save_freq", last=last)
 
 
 def last_words(saver: StepEndSaver, *, step: int, total: int, began: int) -> None:

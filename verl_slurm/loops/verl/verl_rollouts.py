@@ -22,8 +22,8 @@ from verl.experimental.agent_loop import AgentLoopOutput
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.loops.verl_ppo_rollouts import Account, Recording
-from verl_slurm.loops.verl_turns import SESSION, PromptSession, Turns, continuing, record_tools
+from verl_slurm.loops.verl.verl_ppo_rollouts import Account, Recording
+from verl_slurm.loops.verl.verl_turns import SESSION, PromptSession, Turns, continuing, record_tools
 from verl_slurm.runtime_state.rollout_records import NotRecordable, RolloutLedger, digest_of, session_seed
 from verl_slurm.verl.positions import POSITION
 from verl_slurm.wire.environment import EPOCH_VARIABLE, RUN_VARIABLE

@@ -33,15 +33,9 @@ from verl_slurm.config.elastic import on_nodes
 from verl_slurm.config.load import load_own
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.loops.session import Session
-from verl_slurm.loops.verl_settings import require_verl, resume_point, start_settings
+from verl_slurm.loops.verl.verl_settings import require_verl, resume_point, start_settings
 from verl_slurm.program.programs import Moves
-from verl_slurm.verl.ray_nodes import (
-    object_store_bytes,
-    ray_argv,
-    ray_environment,
-    ray_token,
-    temp_fits,
-)
+from verl_slurm.verl.ray_nodes import object_store_bytes, ray_argv, ray_environment, ray_token, temp_fits
 from verl_slurm.wire.environment import CONTROL_VARIABLE, GENERATION_VARIABLE, RECIPE_VARIABLE
 from verl_slurm.wire.lead_file import read_lead_address
 from verl_slurm.wire.messages import StoreCall, StrangerMet
@@ -83,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="verl_slurm.loops.ray_node", description=__doc__)
+    parser = argparse.ArgumentParser(prog="verl_slurm.loops.verl.ray_node", description=__doc__)
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--epoch", type=int, required=True)
     parser.add_argument(

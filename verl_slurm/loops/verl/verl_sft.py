@@ -1,4 +1,4 @@
-"""Entry of one rank of verl's SFT trainer: `-m verl_slurm.loops.verl_sft [HYDRA OVERRIDES]`.
+"""Entry of one rank of verl's SFT trainer: `-m verl_slurm.loops.verl.verl_sft [HYDRA OVERRIDES]`.
 
 Under a daemon the settings come from the section `verl` of the run's configuration, and the run decides where to save
 and what to resume from. Run by hand, the arguments are the settings, verl saves and resumes as usual, and nothing is
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from verl_slurm.base.errors import VerlSlurmError, restart_may_help, underlying
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.loops.session import Session
-from verl_slurm.loops.verl_settings import require_verl, resume_point, start_settings
+from verl_slurm.loops.verl.verl_settings import require_verl, resume_point, start_settings
 from verl_slurm.verl.composing import compose
 from verl_slurm.verl.releases import installed_verl
 from verl_slurm.verl.tracker import tracker_file
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one rank to its end; the exit code is 0 when it finished or stopped as asked."""
-    parser = argparse.ArgumentParser(prog="verl_slurm.loops.verl_sft", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="verl_slurm.loops.verl.verl_sft", description=__doc__.splitlines()[0]
+    )
     for name in ("--run", "--epoch", "--resume"):
         parser.add_argument(
             name, help=argparse.SUPPRESS
@@ -71,8 +73,8 @@ def _under_a_daemon(session: Session) -> None:
     with _process_group(settings) as ranks:
         # Imported here: verl's process group chooses the device first.
         from verl_slurm.loops.step_end import StepEndSaver
-        from verl_slurm.loops.verl_ppo_saves import last_words
-        from verl_slurm.loops.verl_sft_loop import ServedSFT
+        from verl_slurm.loops.verl.verl_ppo_saves import last_words
+        from verl_slurm.loops.verl.verl_sft_loop import ServedSFT
 
         saver = StepEndSaver(
             session,
@@ -97,8 +99,8 @@ def _by_hand(words: Sequence[str]) -> None:
     """Runs verl as it is, without its trap: it resumes from whatever it finds by itself."""
     settings = compose("sft", words)
     with _process_group(settings):
-        from verl_slurm.loops.verl_ppo_saves import require_all
-        from verl_slurm.loops.verl_sft_loop import ServedSFT
+        from verl_slurm.loops.verl.verl_ppo_saves import require_all
+        from verl_slurm.loops.verl.verl_sft_loop import ServedSFT
 
         trainer = ServedSFT(settings, None, None)
         began = trainer.step

@@ -1,0 +1,1 @@
+"""Loops of verl and programs on Ray."""
