@@ -62,6 +62,7 @@ def test_a_run_whose_patience_ended_is_held_and_goes_on_by_itself_after_its_rele
 
 
 @pytest.mark.scenario("L07")
+@pytest.mark.usefixtures("ranks_without_torch")
 def test_a_job_that_is_held_and_cancelled_while_it_waits_for_its_next_life_stays_cancelled(
     run: LiveRun,
 ) -> None:
