@@ -85,33 +85,6 @@ def test_a_job_that_is_held_and_cancelled_while_it_waits_for_its_next_life_stays
 
 
 @pytest.mark.soak
-@pytest.mark.scenario("L10")
-def test_a_node_that_is_set_down_and_steps_that_are_killed_get_no_warning_and_lose_no_rollout(
-    run: LiveRun, twin: LiveRun
-) -> None:
-    run.submit()
-    run.wait_phase("update", step=1)
-    (node,) = run.other_nodes()
-    run.slurm("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
-    try:
-        # It comes back by itself, with its slurmd's next word (ReturnToService=2): then it is no lost node any more.
-        assert run.wait_event("cause")["cause"] in ("node_lost", "requeued"), run.story()
-        run.wait_event("started", requeues=1)
-        assert not any(event["emergency"] for event in run.events("saved")), "there was no time for one"
-        seen = len(run.events())
-        run.wait_event("training", after=seen)
-        # The step alone: of the whole job Slurm makes a cancel of it, whatever the signal (22.05.8).
-        run.slurm("scancel", "-s", "KILL", f"{run.job_id}.0")
-        run.wait_event("crash", after=seen)
-        run.wait_event("restart", after=seen, number=2)
-        ends_like(run, twin)
-        assert run.facts().restarts == 1, "restarted in place"
-    finally:
-        # Refused where the node has come back by itself, as it does where ReturnToService=2.
-        run.slurm("scontrol", "update", f"nodename={node}", "state=resume", check=False)
-
-
-@pytest.mark.soak
 @pytest.mark.scenario("L03")
 def test_a_warning_of_the_time_limit_that_all_steps_get_kills_nobody_and_is_one_warning(
     run: LiveRun, twin: LiveRun
