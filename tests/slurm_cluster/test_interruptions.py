@@ -45,6 +45,7 @@ def test_a_preemption_in_mid_phase_is_saved_requeued_and_resumed(
 
 @pytest.mark.long
 @pytest.mark.scenario("L03")
+@pytest.mark.usefixtures("ranks_without_torch")
 def test_the_time_limit_is_warned_of_saved_requeued_and_resumed(run: LiveRun) -> None:
     # Slurm looks for limits every 30 s and warns of all that end before its next look: of a limit of one minute at
     # once, before there is anything to save. So the limit comes nearer only when the run trains.

@@ -44,6 +44,7 @@ def test_a_suspended_and_a_held_job_are_not_requeued_the_remedy_is_named_and_the
 
 @pytest.mark.long
 @pytest.mark.scenario("FLT-H")
+@pytest.mark.usefixtures("ranks_without_torch")
 def test_a_run_whose_patience_ended_is_held_and_goes_on_by_itself_after_its_release(run: LiveRun) -> None:
     run.argv += ONE_RANK
     run.submit()
