@@ -171,6 +171,12 @@ def first_row(name: str, content: Callable[[], bytes]) -> Callable[[Place], obje
     return spoil
 
 
+def no_rows_but_a_fifo(place: Place) -> None:
+    (place.root / "data/train.jsonl").unlink()
+    fifo(place.root / "data/state.json")
+    (place.root / "data/a.arrow").touch()
+
+
 def link_to_zero(path: Path) -> None:
     path.unlink(missing_ok=True)
     path.symlink_to("/dev/zero")
@@ -352,7 +358,7 @@ NO_FILES = {
     "config of a tokenizer": Case(
         SUBMIT, in_place_of("model/tokenizer_config.json", lambda path: hole(path, 2 << 30)), "any"
     ),
-    "data file": Case(SUBMIT, in_place_of("data/state.json", fifo), said="no regular file"),
+    "data file": Case(SUBMIT, no_rows_but_a_fifo, said="no regular file"),
     "step log": Case("status AT/run", in_place_of("run/steps.jsonl", fifo), "any"),
     "step log, json": Case("status AT/run --json", in_place_of("run/steps.jsonl", fifo), "any"),
     "log": Case("logs AT/told", lambda place: fifo(place.log), ExitCode.NOT_FOUND, "no regular file"),
