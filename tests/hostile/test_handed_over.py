@@ -390,7 +390,14 @@ def test_a_hole_in_a_small_file_is_never_read_into_memory(
 
 
 @pytest.mark.scenario("SEC05")
-@pytest.mark.parametrize("case", SWELLING.values(), ids=SWELLING.keys())
+@pytest.mark.parametrize(
+    "case",
+    # Eight million columns take a reader of tables twenty seconds.
+    [
+        pytest.param(case, id=name, marks=[pytest.mark.long] * name.endswith("table"))
+        for name, case in SWELLING.items()
+    ],
+)
 def test_what_swells_in_memory_is_refused_or_passed_over_first(
     case: Case, place: Place, good: Callable[..., Measured]
 ) -> None:
