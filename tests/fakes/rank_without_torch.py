@@ -48,8 +48,11 @@ class Rank:
         with Ledger(self._paths, self._session.epoch, 0) as ledger:
             ledger.append(self._step, 0, {"response": np.zeros(1, np.int32)})
         while self._step < (last := self._config.train.steps):
+            began = time.monotonic()
             request = self._train_step()
             self._step += 1
+            self._say("step_end", 0)
+            self._session.log_step({"step": self._step, "reward": 0.5, "step_s": time.monotonic() - began})
             if request or self._step == last or self._step % self._config.checkpoint.every_steps == 0:
                 self._save(request.request_id if request else 0)
             if request and request.stop:
@@ -65,6 +68,11 @@ class Rank:
         return None
 
     def _pass_safe_point(self, phase: str, index: int) -> SaveRequest | None:
+        self._say(phase, index)
+        time.sleep(PAUSE_S)
+        return self._session.request()
+
+    def _say(self, phase: str, index: int) -> None:
         self._safe_points += 1
         said = Progress(
             rank=self._session.rank,
@@ -75,8 +83,6 @@ class Rank:
             new_rollouts=int(self._session.rank == 0),
         )
         self._session.line.send(said)
-        time.sleep(PAUSE_S)
-        return self._session.request()
 
     def _save(self, request_id: int) -> None:
         epoch = self._session.epoch
