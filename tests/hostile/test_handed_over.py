@@ -277,7 +277,8 @@ SWELLING = {
             ("status.json", "status AT/run"),
             ("events.jsonl", "status AT/run"),
             ("events.jsonl", "list AT/run/.."),
-            ("steps.jsonl", "steps AT/run"),
+            ("steps.jsonl", "status AT/run --steps 9"),
+            ("steps.jsonl", "report AT/run --json"),
             ("run.yaml", "status AT/run"),
             (".dataset_fingerprint", "fingerprint AT/run"),
         )
@@ -376,6 +377,7 @@ def check(case: Case, place: Place, good: Callable[..., Measured]) -> None:
     done = place.ask(case.command, case.module)
     assert done.peak_mb < before.peak_mb + ROOM_MB, done.err
     assert done.seconds < before.seconds + 60
+    assert ExitCode.USAGE not in (before.code, done.code), done.err
     if case.code == "refused":
         assert done.code not in (0, ExitCode.INTERNAL), done.out
         one_line(done)
