@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 from tests.lanes import has_variants
+from tests.processes import NO_TORCH, python_path
 from verl_slurm.base.errors import SlurmMissing
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.conf import ClusterOptions
@@ -54,6 +55,12 @@ def _environment_of_its_own() -> Iterator[None]:
     if os.environ != before:
         os.environ.clear()
         os.environ.update(before)
+
+
+@pytest.fixture
+def ranks_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runs of this test have ranks that train nothing: for claims about the daemon, Slurm and the command line."""
+    monkeypatch.setenv("PYTHONPATH", python_path(NO_TORCH)["PYTHONPATH"])
 
 
 def _start(directory: Path, options: ClusterOptions) -> DevCluster:

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import psutil
 
+from tests.hostile.measured import measured_program
 from tests.journals import Line, read_events
 from tests.ledger_stats import ledger_stats
 from tests.lines import follow_lines
@@ -74,9 +75,11 @@ class LiveRun:
 
     def cli(self, *argv: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """`verl-slurm ...` as a person would type it."""
-        return captured(
-            [sys.executable, "-m", "verl_slurm.cli", *argv], env=self.env(), timeout=180, check=check
+        done = measured_program(
+            "verl_slurm.cli", *argv, cwd=Path.cwd(), environ=self.cluster.env(), timeout_s=180
         )
+        assert done.code == 0 or not check, done.err
+        return subprocess.CompletedProcess(argv, done.code, done.out, done.err)
 
     def slurm(self, *argv: str, check: bool = True) -> str:
         """A Slurm command, aimed at the cluster of this run, with this environment's programs in PATH."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import ROOT, SMALL
+from tests.made_once import made_once
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.submit.submission import carry_out, plan_submission
 
@@ -52,13 +53,10 @@ def finish(process: "subprocess.Popen[str]") -> int:
     return process.returncode
 
 
-_UNDISTURBED: list[RunPaths] = []
-
-
 def undisturbed(factory: pytest.TempPathFactory) -> RunPaths:
     """What `prepared` comes to when nobody disturbs it; one for all tests of a session, to be compared with."""
-    if not _UNDISTURBED:
-        paths = prepared(factory.mktemp("straight") / "run")
-        assert finish(lead(paths)) == 0
-        _UNDISTURBED.append(paths)
-    return _UNDISTURBED[0]
+
+    def make(place: Path) -> None:
+        assert finish(lead(prepared(place / "run"))) == 0
+
+    return RunPaths(made_once(factory, "straight", make) / "run")

@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).parent.parent
+NO_TORCH = ROOT / "tests/fakes/no_torch"
+"""On PYTHONPATH: the trainer's ranks are those of `fakes/rank_without_torch.py`."""
 
 
 def python_path(*first: Path, environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -31,7 +31,7 @@ def submit(tmp_path: Path, **more: object) -> verl_slurm.Run:
     return verl_slurm.submit("quickstart", values, cluster="local")
 
 
-@pytest.mark.torch
+@pytest.mark.usefixtures("ranks_without_torch")
 def test_a_run_is_submitted_waited_for_and_looked_at(tmp_path: Path) -> None:
     run = submit(tmp_path)
     seen: list[Event] = []
@@ -47,7 +47,7 @@ def test_a_run_is_submitted_waited_for_and_looked_at(tmp_path: Path) -> None:
         run.cancel()
 
 
-@pytest.mark.torch
+@pytest.mark.usefixtures("ranks_without_torch")
 def test_a_run_that_goes_on_is_saved_and_cancelled_from_within_an_event_loop(tmp_path: Path) -> None:
     async def as_in_a_notebook() -> ExitCode:
         run = submit(tmp_path, **{"train.steps": 500})

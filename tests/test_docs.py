@@ -3,10 +3,10 @@
 import re
 import shlex
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import get_args
 
-import pytest
 from click.testing import CliRunner
 from verl_slurm_daemon.decide.lead_model import FailureKind
 
@@ -59,6 +59,7 @@ def _spoken(program: str) -> Iterator[tuple[str, str]]:
                 yield _name(page), re.split(r"\s+#|\s\|\s|\s&&\s", command)[0].strip()
 
 
+@cache
 def _anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", _prose(page.read_text()), re.MULTILINE)
@@ -76,37 +77,47 @@ def test_there_is_something_to_check() -> None:
     assert len(TARGETS_OF_PAGES) > 20
 
 
-@pytest.mark.parametrize(("page", "command"), COMMANDS_OF_PAGES)
-def test_a_command_of_a_page_is_understood(page: str, command: str) -> None:
+@cache
+def _help(*words: str) -> str:
+    return CliRunner().invoke(cli, [*words, "--help"]).output
+
+
+def _unknown_words(command: str) -> list[str]:
+    """The words of a command that the command line does not know."""
     _, name, *words = shlex.split(command.replace("[", " ").replace("]", " ").replace(",", " "))
     ours = words[: words.index("--")] if "--" in words else words
-    assert name in COMMANDS
-    help_text = CliRunner().invoke(cli, [name, "--help"]).output
+    if name not in COMMANDS:
+        return [name]
+    help_text = _help(name)
     group = re.findall(r"^  ([a-z-]+)  ", help_text.partition("Commands:")[2], re.MULTILINE)
     if ours and ours[0] in group:
-        help_text = CliRunner().invoke(cli, [name, ours[0], "--help"]).output
-    unknown = [word for word in ours if re.match("--[a-z]", word) and word.partition("=")[0] not in help_text]
-    assert unknown == []
+        help_text = _help(name, ours[0])
+    return [word for word in ours if re.match("--[a-z]", word) and word.partition("=")[0] not in help_text]
 
 
-@pytest.mark.parametrize(("page", "command"), TARGETS_OF_PAGES)
-def test_a_make_target_of_a_page_exists(page: str, command: str) -> None:
-    targets = [word for word in shlex.split(command)[1:] if "=" not in word]
-    makefile = (ROOT / "Makefile").read_text()
-    assert [target for target in targets if not re.search(rf"^{target}:", makefile, re.MULTILINE)] == []
+def test_a_command_of_a_page_is_understood() -> None:
+    unknown = {(page, command): _unknown_words(command) for page, command in COMMANDS_OF_PAGES}
+    assert {where: words for where, words in unknown.items() if words} == {}
 
 
-@pytest.mark.parametrize(
-    ("page", "block"),
-    [(_name(p), body) for p in PAGES for kind, body in _FENCE.findall(p.read_text()) if kind == "yaml"],
-)
-def test_a_configuration_of_a_page_loads(page: str, block: str) -> None:
-    parse_config(block.encode(), page)
+def test_a_make_target_of_a_page_exists() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {
+        (page, word)
+        for page, command in TARGETS_OF_PAGES
+        for word in shlex.split(command)[1:]
+        if "=" not in word
+    }
+    assert sorted(one for one in named if one[1] not in targets) == []
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/**/*.yaml")), ids=lambda p: p.name)
-def test_a_configuration_that_ships_loads(path: Path) -> None:
-    parse_config(path.read_bytes(), str(path))
+def test_a_configuration_that_a_page_shows_or_that_ships_loads() -> None:
+    for page in PAGES:
+        for kind, block in _FENCE.findall(page.read_text()):
+            if kind == "yaml":
+                parse_config(block.encode(), _name(page))
+    for path in ROOT.glob("configs/**/*.yaml"):
+        parse_config(path.read_bytes(), str(path))
 
 
 def test_the_table_of_exit_codes_is_the_codes() -> None:
@@ -133,23 +144,22 @@ def test_the_table_of_causes_has_each_cause_once_and_names_settings_that_exist()
     assert sorted(named - {key.key for key in all_keys()}) == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=_name)
-def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
+def test_the_links_of_a_page_lead_somewhere() -> None:
     dead = []
-    for link in _LINK.findall(_prose(page.read_text())):
-        if re.match(r"https?://", link):
-            continue
-        target, _, anchor = link.partition("#")
-        place = (page.parent / target).resolve() if target else page
-        if not place.exists() or (anchor and anchor not in _anchors(place)):
-            dead.append(link)
+    for page in PAGES:
+        for link in _LINK.findall(_prose(page.read_text())):
+            if re.match(r"https?://", link):
+                continue
+            target, _, anchor = link.partition("#")
+            place = (page.parent / target).resolve() if target else page
+            if not place.exists() or (anchor and anchor not in _anchors(place)):
+                dead.append(f"{_name(page)}: {link}")
     assert dead == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=_name)
-def test_the_files_that_a_page_names_are_there(page: Path) -> None:
-    named = [name for name in _FILE.findall(page.read_text()) if "DATE" not in name]
-    assert [name for name in named if not (ROOT / name).exists()] == []
+def test_the_files_that_a_page_names_are_there() -> None:
+    named = {(_name(page), name) for page in PAGES for name in _FILE.findall(page.read_text())}
+    assert sorted(one for one in named if "DATE" not in one[1] and not (ROOT / one[1]).exists()) == []
 
 
 def test_the_pages_that_code_tests_and_examples_name_are_there() -> None:
@@ -162,17 +172,14 @@ def test_the_pages_that_code_tests_and_examples_name_are_there() -> None:
     assert sorted(name for name in named if not (ROOT / name).is_file()) == []
 
 
-@pytest.mark.parametrize(
-    ("index", "pages"),
-    [
-        (DOCS / "index.md", sorted(DOCS.glob("*.md"))),
-        (DOCS / "decisions/README.md", sorted(DOCS.glob("decisions/*.md"))),
-    ],
-    ids=["docs", "decisions"],
-)
-def test_every_page_is_in_its_index(index: Path, pages: list[Path]) -> None:
-    linked = {(index.parent / link).resolve() for link in _LINK.findall(index.read_text())}
-    assert [page.name for page in pages if page != index and page not in linked] == []
+def test_every_page_is_in_its_index() -> None:
+    for index, pages in (
+        ("docs/index.md", DOCS.glob("*.md")),
+        ("docs/decisions/README.md", DOCS.glob("decisions/*.md")),
+    ):
+        place = ROOT / index
+        linked = {(place.parent / link).resolve() for link in _LINK.findall(place.read_text())}
+        assert [page.name for page in pages if page != place and page not in linked] == []
 
 
 def test_the_map_has_a_line_for_each_package_and_names_files_that_are_there() -> None:
@@ -200,9 +207,11 @@ def test_a_page_names_nothing_in_a_file_that_the_file_does_not_have() -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("page", sorted(set(DOCS.glob("*.md")) - {DOCS / "pypi.md"}), ids=_name)
-def test_a_page_says_first_who_needs_it(page: Path) -> None:
-    title, blank, first, *_ = page.read_text().split("\n")
-    assert title.startswith("# ")
-    assert blank == ""
-    assert first.startswith("For ")
+def test_a_page_says_first_who_needs_it() -> None:
+    heads = {page: page.read_text().split("\n")[:3] for page in DOCS.glob("*.md") if page.name != "pypi.md"}
+    wrong = [
+        page.name
+        for page, (title, blank, first) in heads.items()
+        if not (title.startswith("# ") and blank == "" and first.startswith("For "))
+    ]
+    assert wrong == []

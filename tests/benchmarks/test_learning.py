@@ -6,7 +6,6 @@ import statistics
 import subprocess
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
@@ -21,16 +20,6 @@ DOCS = learning.ROOT / "docs"
 def _docs() -> learning.Document:
     document: learning.Document = json.loads((DOCS / "learning.json").read_text())
     return document
-
-
-def _curves(image: str, kind: str) -> list[list[tuple[float, float]]]:
-    """The points of all curves of a class that begins with `kind`."""
-    found = ElementTree.fromstring(image).iter("{http://www.w3.org/2000/svg}polyline")
-    return [
-        [tuple(float(v) for v in point.split(",")) for point in one.attrib["points"].split()]  # type: ignore[misc]
-        for one in found
-        if one.attrib["class"].startswith(kind)
-    ]
 
 
 def test_the_picture_in_the_docs_is_that_of_the_rows_in_the_docs() -> None:
@@ -68,32 +57,6 @@ def test_the_page_of_the_demo_and_the_readme_say_what_the_rows_say() -> None:
     assert f"end between {min(ends):.3f} and {max(ends):.3f}" in said
     assert re.search(r"!\[[^]]+\]\(learning\.svg\)", said)
     assert f"**{ppo[0]:.3f} to {ppo[1]:.3f}** in 24 steps" in (learning.ROOT / "README.md").read_text()
-
-
-def _document(**groups: list[list[float]]) -> learning.Document:
-    rows = [
-        {"algorithm": name, "seed": seed, "step": step, "reward": reward}
-        for name, runs in groups.items()
-        for seed, run in enumerate(runs)
-        for step, reward in enumerate(run, start=1)
-    ]
-    return {"seeds": [0, 1], "overrides": [], "responses_per_step": 8, "rows": rows}
-
-
-def test_a_curve_goes_up_where_the_reward_does_and_the_bold_one_between_the_thin_ones() -> None:
-    document = _document(PPO=[[0.0, 1.0], [0.5, 0.5]], GRPO=[[0.25, 0.25], [0.25, 0.25]])
-    image = learning.draw(document)
-    first, second, third, fourth = _curves(image, "run")
-    (low, high), flat = first, second
-    assert low[1] > high[1]  # downwards counts upwards in SVG
-    assert flat[0][1] == flat[1][1] == pytest.approx((low[1] + high[1]) / 2)
-    assert third == fourth
-    ppo, grpo = _curves(image, "mean")
-    assert [y for _, y in ppo] == pytest.approx([(low[1] + flat[0][1]) / 2, (high[1] + flat[1][1]) / 2])
-    assert grpo == third
-    assert [x for x, _ in ppo] == [x for x, _ in first]
-    assert "0.250 at the first step, 0.750 at the last" in image
-    assert "8 sampled responses" in image
 
 
 class _Person:

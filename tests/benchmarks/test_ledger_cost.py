@@ -59,17 +59,3 @@ def test_the_slowest_rank_counts_and_the_first_step_does_not() -> None:
     assert said["bytes_per_response"] == 100.0
     assert said["worst_append_ms"] == pytest.approx(20.0)
     assert said["compact_ms"] == pytest.approx(2.0)
-
-
-def test_one_step_is_refused_since_the_first_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        ledger_cost.main(["--steps", "1"])
-    assert caught.value.code == 2
-    assert "there have to be two" in capsys.readouterr().err
-
-
-def test_the_table_has_a_column_for_each_directory(tmp_path: Path) -> None:
-    run = {"medium": ledger_cost.file_system(tmp_path), "percent_of_step": 0.5}
-    head, row = ledger_cost.table({"/a": run, "/b": run | {"percent_of_step": 0.7}}).splitlines()
-    assert run["medium"] in head
-    assert row.split() == ["percent_of_step", "0.500", "0.700"]

@@ -1,6 +1,5 @@
 """The benchmark's small form: the files of dozens of ranks, through each part of the work."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -51,23 +50,3 @@ def test_what_a_rank_reads_does_not_grow_with_the_ranks_but_for_the_manifest(
     assert many["messages"]["longest_message_bytes"] < 64
     assert len(opened) == len(set(opened)) == many["files"]["files"], "verification opens each file once"
     assert not list((tmp_path / "many" / "run" / "checkpoints").glob("*step*")), "pruned"
-
-
-def test_figures_are_shown_as_a_table_and_as_pictures(tmp_path: Path) -> None:
-    lines = [
-        {"ranks": ranks, "part": part, "s": 0.5, "cpu_s": 0.25, "mb": 3.0, "manifest_bytes": 7}
-        for ranks in (1024, 16)
-        for part in many_ranks._PARTS
-    ]
-    (tmp_path / "now").write_text("\n".join(map(json.dumps, lines)))
-    found = many_ranks.read(tmp_path / "now")
-    assert list(found) == [16, 1024]
-    assert "1,024   commit" in many_ranks.table(found)
-    assert (
-        many_ranks.main(["--drawn", f"{tmp_path}/now", "--before", f"{tmp_path}/now", "--to", str(tmp_path)])
-        == 0
-    )
-    drawn = (tmp_path / "many-ranks-rank.svg").read_text()
-    assert "lay out, before" in drawn
-    assert "prefers-color-scheme: dark" in drawn
-    assert (tmp_path / "many-ranks-commit.svg").exists()

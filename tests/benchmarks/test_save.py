@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from benchmarks.save import check, page, report
+from benchmarks.save import check, report
 from benchmarks.save.figures import Figures
 from benchmarks.save.records import Environment, Mode, Run, Sample
 from benchmarks.save.registry import PEERS, absent, groups
@@ -114,12 +114,6 @@ def test_what_was_not_measured_is_neither_met_nor_hidden() -> None:
 def test_a_failed_peer_is_shown_with_its_reason() -> None:
     failed = Sample(peer="dcp", mode="loop", group="main", rep=0, error="a\nb")
     assert "a b" in report.text(_run([failed]))
-
-
-def test_a_page_is_markdown_whatever_the_words_hold() -> None:
-    run = _run(_samples("dcp", "loop", stall=1.0))
-    run = msgspec.structs.replace(run, labels={"dcp": "D|P"})
-    assert "| D\\|P |" in page.page(run)
 
 
 def test_who_changes_a_process_gets_one_of_its_own_with_us_beside_it() -> None:

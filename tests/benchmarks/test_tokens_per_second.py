@@ -9,7 +9,6 @@ import pytest
 from benchmarks import tokens_per_second as bench
 from benchmarks.whole_step import ours
 from benchmarks.whole_step.gate import Gate, Said, Settings
-from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.config.load import load_resolved
 from verl_slurm.trainer.state.position import StepShape
 
@@ -104,13 +103,6 @@ def test_our_run_is_one_that_the_trainer_takes_and_does_what_the_settings_say(gi
     assert written == ours.config(given)
     assert StepShape.of(written).updates == given.updates == 4
     assert os.stat(given.directory).st_mode & 0o777 == 0o700
-
-
-def test_without_trl_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match="make bench-step") as raised:
-        bench.main(["--small"])
-    assert raised.value.code != ExitCode.OK
 
 
 def test_both_sides_are_told_the_same(given: Settings) -> None:

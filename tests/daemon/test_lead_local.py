@@ -69,6 +69,7 @@ def test_a_link_that_the_kernel_ends_costs_a_start_and_nothing_of_the_training(
     wait_until_gone(str(paths.root))
 
 
+@pytest.mark.usefixtures("ranks_without_torch")
 def test_a_term_is_the_users_cancel_saved_and_final(tmp_path: Path) -> None:
     paths = prepared(tmp_path / "run")
     process = lead(paths)
@@ -103,6 +104,7 @@ with patch("verl_slurm_daemon.lead.lead_loop.check_dataset", side_effect=stale):
 
 @pytest.mark.long
 @pytest.mark.variant
+@pytest.mark.usefixtures("ranks_without_torch")
 def test_storage_that_is_away_at_the_start_costs_one_start_and_not_the_job(tmp_path: Path) -> None:
     paths = prepared(tmp_path / "run", "train.steps=1")
     argv = [sys.executable, "-c", _STALE_ONCE, "lead", "--run", str(paths.root)]

@@ -5,12 +5,14 @@ loaded. Syncs are as slow as they can be: done when they are waited for.
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.faults.disk import crash_states
+from tests.faults.scenarios import memory_directory
 from tests.faults.tracing import Tracer
 from tests.ledger_stats import ledger_stats
 from verl_slurm.base.paths import RunPaths
@@ -67,11 +69,17 @@ def _plant(tree: dict[str, bytes | None], place: Path) -> None:
             (place / path).write_bytes(content)
 
 
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    with memory_directory() as directory:
+        yield directory
+
+
 def test_a_power_cut_loses_at_most_the_record_that_was_being_made_durable_and_a_kill_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ledger, "BackgroundSync", _Late)
-    root = tmp_path / "real"
+    root = memory / "real"
     (root / "run").mkdir(parents=True)
     run_id(RunPaths(root / "run"))  # as a lead does
     with Tracer(root) as tracer:
@@ -83,7 +91,7 @@ def test_a_power_cut_loses_at_most_the_record_that_was_being_made_durable_and_a_
         if key in seen:
             continue
         seen.add(key)
-        run = RunPaths(tmp_path / f"crashed{len(seen)}" / "run")
+        run = RunPaths(memory / f"crashed{len(seen)}" / "run")
         _plant(state.tree, run.root.parent)
         found = load(run, from_step=0)  # damage would raise: a torn tail is none
         numbers = [micro_batch for _, micro_batch in found]

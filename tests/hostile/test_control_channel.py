@@ -309,26 +309,6 @@ def _inject(agent: Agent, data: bytes) -> None:
     agent._link._writer.write(data)
 
 
-@pytest.mark.scenario("N03")
-def test_a_recorded_handshake_opens_no_second_session() -> None:
-    async def story() -> None:
-        lead = await Lead().open()
-        async with chaos_proxy(lead.port, Chaos()) as recording:
-            agent = await Agent.join(recording.port)
-            agent.tell(1)
-            await agent.answers(1)
-            await agent.close()
-            recorded = bytes(recording.up)
-        reader, writer = await asyncio.open_connection("127.0.0.1", lead.port)
-        assert (await reader.readexactly(40)).startswith(HELLO)
-        writer.write(recorded)
-        assert await _until_closed(reader) == b""
-        writer.close()
-        assert (lead.signals, lead.refused) == ([1], ["token"])
-
-    play(story)
-
-
 async def _until_closed(reader: asyncio.StreamReader) -> bytes:
     try:
         return await reader.read()

@@ -18,7 +18,6 @@ import pytest
 from tests.fakes.faulty_mount import Fault, faulty_mount
 from tests.fakes.run_without_torch import Stage
 from tests.journals import append_event
-from tests.lanes import with_variants
 
 pytestmark = pytest.mark.slow
 
@@ -242,16 +241,19 @@ WALK: dict[_Cell, Callable[[Stage], None]] = {
     ("slurmctld, at the end", "hangs"): lambda s: slurm_is_away_at_the_end(s, "exec sleep 30"),
     ("the time limit", "lies"): held_for_its_time_limit,
 }
-_IN_CI = (
-    ("RUN itself, as an attempt begins", "hangs"),
+_IN_TEST = (
     ("RUN itself, while ranks train", "hangs"),
-    ("RUN's checkpoints", "hangs"),
     (_SET_UP, "fails"),
-    (_OPEN, "fails"),
     (_MOVED, "fails"),
     ("a save that is read back", "hangs"),
-    ("slurmctld, as ranks start", "fails"),
     ("slurmctld, at the end", "fails"),
+)
+"""One of each way in `make test`; more of them in CI's long lane, and all in `make test-all`."""
+_IN_LONG = (
+    ("RUN itself, as an attempt begins", "hangs"),
+    ("RUN's checkpoints", "hangs"),
+    (_OPEN, "fails"),
+    ("slurmctld, as ranks start", "fails"),
     ("the time limit", "lies"),
 )
 
@@ -361,7 +363,15 @@ SHOWN: dict[_Cell, str] = {
 @pytest.mark.scenario("FLT-A", "FLT-B")
 @pytest.mark.parametrize(
     ("what", "how"),
-    with_variants(*_IN_CI, *(cell for cell in WALK if cell not in _IN_CI), keep=len(_IN_CI)),
+    [
+        *_IN_TEST,
+        *(pytest.param(*cell, marks=pytest.mark.long) for cell in _IN_LONG),
+        *(
+            pytest.param(*cell, marks=pytest.mark.variant)
+            for cell in WALK
+            if cell not in (*_IN_TEST, *_IN_LONG)
+        ),
+    ],
 )
 def test_a_run_whose_environment_fails_goes_on_and_counts_no_crash(stage: Stage, what: str, how: str) -> None:
     WALK[what, how](stage)
@@ -384,9 +394,6 @@ def test_each_cell_of_the_table_is_walked_or_names_the_test_that_shows_it() -> N
     }
     assert cells == WALK.keys() | SHOWN.keys()
     assert not WALK.keys() & SHOWN.keys()
-
-
-@pytest.mark.parametrize("place", sorted(set(SHOWN.values())))
-def test_a_test_that_shows_a_cell_is_there(place: str) -> None:
-    file, _, name = place.partition("::")
-    assert re.search(rf"^def {name}\(", (_ROOT / "tests" / file).read_text(), re.MULTILINE)
+    for place in SHOWN.values():
+        file, _, name = place.partition("::")
+        assert re.search(rf"^def {name}\(", (_ROOT / "tests" / file).read_text(), re.MULTILINE), place

@@ -69,18 +69,6 @@ def _run_that_was_ended(tmp_path: Path, *words: str) -> Path:
     return stage.paths.root
 
 
-@needs_another_user
-@pytest.mark.scenario("M08")
-def test_members_read_status_numbers_and_logs_and_nothing_else(tmp_path: Path) -> None:
-    run = _run_that_was_ended(tmp_path, f"group={GROUP}")
-    seen = _seen_by_a_member(run)
-    assert {"events.jsonl", "run.yaml", "status.json"} <= seen
-    for ending in ("_0_log.out", ".agent.log", ".log"):
-        assert any(name.endswith(ending) for name in seen), ending
-    assert {name.partition("/")[0] for name in seen if "/" in name} == {"logs"}
-    assert not [name for name in seen if name.startswith(".") or name.endswith(".pkl")]
-
-
 @pytest.fixture
 def reachable() -> Iterator[Path]:
     """A directory that others can pass through, unlike the test's own."""
@@ -91,21 +79,34 @@ def reachable() -> Iterator[Path]:
 
 
 @needs_another_user
-@pytest.mark.parametrize("command", [["status"], ["logs"], ["watch", "--json"]])
-def test_the_commands_that_look_work_for_members_and_for_no_stranger(
-    reachable: Path, command: list[str]
-) -> None:
-    argv = python_with("msgspec", "click")
+@pytest.mark.scenario("M08")
+def test_members_read_status_numbers_and_logs_and_nothing_else_and_strangers_nothing(reachable: Path) -> None:
     (reachable / "stage").mkdir()
     run = _run_that_was_ended(reachable / "stage", f"group={GROUP}")
     (reachable / "stage").chmod(0o711)
+    seen = _seen_by_a_member(run)
+    assert {"events.jsonl", "run.yaml", "status.json"} <= seen
+    for ending in ("_0_log.out", ".agent.log", ".log"):
+        assert any(name.endswith(ending) for name in seen), ending
+    assert {name.partition("/")[0] for name in seen if "/" in name} == {"logs"}
+    assert not [name for name in seen if name.startswith(".") or name.endswith(".pkl")]
+    for command in (["status"], ["logs"], ["watch", "--json"]):
+        _only_members_may(command, run)
+    # Without the key nobody reads anything, not even of a run that had it.
+    for folder in (run, run / "logs"):
+        open_to_group(folder, None)
+    for path in (run, *run.rglob("*")):
+        assert not stat.S_IMODE(path.lstat().st_mode) & 0o077, path
+
+
+def _only_members_may(command: list[str], run: Path) -> None:
     program = (
         f"{WITH_OUR_PACKAGES}sys.path.append({str(ROOT)!r})\n"
         f"from verl_slurm.cli.__main__ import main; sys.exit(main({[*command, str(run)]!r}))"
     )
-    gid = grp.getgrnam(GROUP).gr_gid
     found = []
-    for group in (gid, NOBODY):
+    for group in (grp.getgrnam(GROUP).gr_gid, NOBODY):
+        argv = python_with("msgspec", "click")
         words = [f"--regid={group}" if word.startswith("--regid=") else word for word in argv]
         done = subprocess.run(
             [*words, "-c", program], cwd="/", capture_output=True, text=True, check=False, timeout=120
@@ -116,16 +117,6 @@ def test_the_commands_that_look_work_for_members_and_for_no_stranger(
     assert member[0] in (ExitCode.OK, ExitCode.CANCELLED), member
     assert "step_000001" in member[1]
     assert stranger[0] == ExitCode.PERMISSION, stranger
-
-
-@needs_another_user
-def test_without_the_key_nobody_reads_anything_not_even_of_a_run_that_had_it(tmp_path: Path) -> None:
-    run = _run_that_was_ended(tmp_path, f"group={GROUP}")
-    assert _seen_by_a_member(run)
-    for folder in (run, run / "logs"):
-        open_to_group(folder, None)
-    for path in (run, *run.rglob("*")):
-        assert not stat.S_IMODE(path.lstat().st_mode) & 0o077, path
 
 
 def test_files_take_their_mode_from_a_folder_that_was_opened_on_purpose(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_every_alert_is_heard_whatever_strangers_hold(run: RunPaths, token: Path
 
 @needs_another_user
 @pytest.mark.scenario("SEC03")
-@pytest.mark.torch
+@pytest.mark.usefixtures("ranks_without_torch")
 def test_the_metrics_are_scraped_whatever_strangers_hold(short_dir: Path, token: Path) -> None:
     run = prepared(
         short_dir / "run",

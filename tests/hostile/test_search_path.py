@@ -60,8 +60,13 @@ def run(
     return captured(argv, cwd=place, env=environ | {"PYTHONPATH": path}, timeout=timeout_s)
 
 
-@pytest.mark.parametrize("path", ["/opt/mylib:", ":/opt/mylib", ":", ".", "/opt/mylib:../eve"])
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    ("program", "path"),
+    [
+        *((program, "/opt/mylib:") for program in PROGRAMS),
+        *(("console script", path) for path in (":/opt/mylib", ":", ".", "/opt/mylib:../eve")),
+    ],
+)
 def test_a_program_imports_nothing_from_the_working_directory(program: str, path: str, eves: Path) -> None:
     done = run(PROGRAMS[program], eves, path)
     assert not (eves.parent / "witness").exists(), (eves.parent / "witness").read_text()

@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from email import message_from_bytes
 from email.message import Message
 from importlib import metadata
@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tests.made_once import made_once
+
 ROOT = Path(__file__).parents[2]
 _SOURCES = ("verl_slurm", "daemon", "configs", "sbatch", "docs", "constraints")
 
@@ -21,15 +23,20 @@ _SOURCES = ("verl_slurm", "daemon", "configs", "sbatch", "docs", "constraints")
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy: setuptools leaves a build directory beside the sources."""
-    copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in _SOURCES:
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        if (ROOT / name).exists():
-            shutil.copy(ROOT / name, copy)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*command, "--wheel-dir", out, copy], check=True, timeout=120)
-    (found,) = out.glob("*.whl")
+
+    def make(place: Path) -> None:
+        copy = place / "source"
+        for name in _SOURCES:
+            shutil.copytree(
+                ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
+            )
+        for name in ("pyproject.toml", "README.md", "LICENSE"):
+            if (ROOT / name).exists():
+                shutil.copy(ROOT / name, copy)
+        command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+        subprocess.run([*command, "--wheel-dir", place, copy], check=True, timeout=120)
+
+    (found,) = made_once(tmp_path_factory, "wheel", make).glob("*.whl")
     return found
 
 
@@ -39,14 +46,21 @@ def core(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     The dependencies are links to the files that are installed here already; the wheel is unpacked as pip does it.
     """
-    place = tmp_path_factory.mktemp("core")
+
+    def make(place: Path) -> None:
+        make_environment(place, wheel, [metadata.distribution(name) for name in _closure(wheel)])
+
+    return made_once(tmp_path_factory, "core", make)
+
+
+def make_environment(place: Path, wheel: Path, others: Iterable[metadata.Distribution]) -> None:
+    """A virtual environment with the wheel, and links to other distributions that are installed here."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", place], check=True, timeout=60)
     (site,) = place.glob("lib/python*/site-packages")
-    for name in _closure(wheel):
-        link(metadata.distribution(name), site)
+    for distribution in others:
+        link(distribution, site)
     command = [sys.executable, "-m", "pip", "--python", place / "bin/python", "install", "--quiet"]
     subprocess.run([*command, "--no-deps", "--no-index", wheel], check=True, timeout=120)
-    return place
 
 
 @pytest.fixture

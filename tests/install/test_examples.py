@@ -3,14 +3,14 @@
 import json
 import os
 import subprocess
-import sys
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from tests.install.conftest import ROOT, link
+from tests.install.conftest import ROOT, make_environment
 from tests.lanes import with_variants
+from tests.made_once import made_once
 
 # verl's examples are for two nodes of eight GPUs, and Ray and TRL are in environments of their own: tests/verl,
 # tests/slurm_cluster/test_ray_program.py and test_trl.py run these.
@@ -26,15 +26,12 @@ OFTEN = ("quickstart", "judged")
 @pytest.fixture(scope="module")
 def whole(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A virtual environment with the wheel and all that is installed here, but nothing of this checkout."""
-    place = tmp_path_factory.mktemp("whole")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", place], check=True, timeout=60)
-    (site,) = place.glob("lib/python*/site-packages")
-    for distribution in metadata.distributions():
-        if distribution.name != "verl-slurm":
-            link(distribution, site)
-    command = [sys.executable, "-m", "pip", "--python", place / "bin/python", "install", "--quiet"]
-    subprocess.run([*command, "--no-deps", "--no-index", wheel], check=True, timeout=120)
-    return place
+
+    def make(place: Path) -> None:
+        others = [one for one in metadata.distributions() if one.name != "verl-slurm"]
+        make_environment(place, wheel, others)
+
+    return made_once(tmp_path_factory, "whole", make)
 
 
 @pytest.mark.long

@@ -25,11 +25,11 @@ from verl_slurm.base.files import write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.wire.messages import Progress
 
-pytestmark = [pytest.mark.prometheus, pytest.mark.torch]
+pytestmark = [pytest.mark.prometheus, pytest.mark.slow]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[RunPaths]:
+def run(tmp_path: Path, ranks_without_torch: None) -> Iterator[RunPaths]:
     """A run under submitit's local executor, with metrics; it would train for minutes."""
     paths = RunPaths(tmp_path / "run")
     argv = [sys.executable, "-m", "verl_slurm.cli", "submit", str(ROOT / "configs/quickstart.yaml"), *SMALL]

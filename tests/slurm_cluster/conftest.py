@@ -1,28 +1,23 @@
 """What the tests on a real Slurm share."""
 
-import fcntl
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.harness import SMALL, LiveRun
+from tests.made_once import made_once
 from verl_slurm.devcluster.cluster import DevCluster
 
 
 @pytest.fixture(scope="session")
-def twin(
-    cluster: DevCluster, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> LiveRun:
-    """The same run, undisturbed: one for all workers, of which the first that needs it makes it."""
-    place = tmp_path_factory.getbasetemp()
-    if hasattr(request.config, "workerinput"):
-        place = place.parent
-    run = LiveRun(cluster, place / "twin", *SMALL)
-    with (place / "twin.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not run.events("ended"):
-            run.submit().wait_end()
+def twin(cluster: DevCluster, tmp_path_factory: pytest.TempPathFactory) -> LiveRun:
+    """The same run, undisturbed."""
+
+    def make(place: Path) -> None:
+        LiveRun(cluster, place / "run", *SMALL).submit().wait_end()
+
+    run = LiveRun(cluster, made_once(tmp_path_factory, "twin", make) / "run", *SMALL)
     assert len(run.events("restart")) == 1, run.story()
     return run
 

@@ -9,7 +9,7 @@ from tests.fakes.nvidia_smi import install_nvidia_smi
 from tests.harness import SMALL, LiveRun
 from verl_slurm.devcluster.cluster import DevCluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.torch]
+pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("ranks_without_torch")]
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def test_a_bad_node_is_left_within_one_attempt_and_avoided_by_the_next_run(
 ) -> None:
     install_nvidia_smi(home / "bin", {"node2": "errors=3"})
     # The quick start's own device is the CPU, and no GPU is looked at then.
-    words = (*SMALL, "distributed.device=auto")
+    words = (*SMALL, "distributed.device=auto", "train.steps=1000")
     first, second = (LiveRun(cluster, home / name, *words) for name in ("first", "second"))
     try:
         first.submit()

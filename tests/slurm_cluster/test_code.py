@@ -1,4 +1,4 @@
-"""A program that is edited between two attempts, on a real Slurm: the second attempt runs what was submitted."""
+"""A PyTorch loop of the user's own on a real Slurm: preempted, edited, and bit for bit what nobody disturbed."""
 
 import shutil
 import subprocess
@@ -9,6 +9,7 @@ import pytest
 
 from tests.harness import LiveRun, same_weights
 from tests.loops.served import CONFIG, PROGRAM, STEPS, by_hand
+from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import preempt
 
@@ -57,14 +58,23 @@ def run(
 
 
 @pytest.mark.scenario("L17")
-def test_an_edit_between_two_attempts_changes_nothing(run: LiveRun, repo: Path, tmp_path: Path) -> None:
+def test_a_preempted_loop_resumes_at_its_steps_end_and_an_edit_in_between_changes_nothing(
+    run: LiveRun, repo: Path, tmp_path: Path
+) -> None:
     run.submit()
     run.wait(lambda: run.status().get("state") == "running" and run.status()["step"] >= 5)
     preempt(run.cluster, int(run.job_id), hold_s=1)
+    assert run.wait_event("cause")["cause"] == "preemption", run.story()
+    saved = run.wait_event("saved", emergency=True)
+    run.wait_event("verified", name=saved["name"])
     run.wait_event("ended", exit_code=25)
     for name in ("train.py", "parts/loop.py", "settings.json"):
         (repo / name).write_text(EDITED)
-    run.wait_event("restart", number=1, attempt=2)
+    run.wait_event("restart", number=1, attempt=2, resume=saved["name"])
+    assert run.facts().restarts == 1
+    manifest = read_manifest(run.paths.checkpoints / saved["name"])
+    assert (manifest.guest, manifest.phase, manifest.world_size) == ("loop", "step_end", 2)
+    assert 5 <= manifest.step < STEPS
     run.wait_end()
     assert run.status()["step"] == STEPS
     same, said = same_weights(by_hand(tmp_path / "straight"), run.paths.root)
@@ -76,6 +86,7 @@ def test_an_edit_between_two_attempts_changes_nothing(run: LiveRun, repo: Path, 
     assert run.events("warning") == []
 
 
+@pytest.mark.long  # the check itself: tests/daemon/test_code.py
 @pytest.mark.scenario("L17")
 def test_a_copy_that_was_changed_ends_the_run_before_its_ranks_start(run: LiveRun) -> None:
     run.submit()

@@ -10,7 +10,7 @@ from tests.harness import ONE_RANK, SMALL, LiveRun
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import preempt
 
-pytestmark = [pytest.mark.slurm, pytest.mark.torch]
+pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("ranks_without_torch")]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from verl_slurm.devcluster.faults import preempt
 
 pytestmark = [
     pytest.mark.slurm,
-    pytest.mark.torch,
+    pytest.mark.usefixtures("ranks_without_torch"),
     pytest.mark.long,
     pytest.mark.skipif(os.geteuid() != 0, reason="NOT RUN: mounting needs root"),
 ]

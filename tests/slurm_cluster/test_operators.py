@@ -44,6 +44,7 @@ def test_a_suspended_and_a_held_job_are_not_requeued_the_remedy_is_named_and_the
 
 @pytest.mark.long
 @pytest.mark.scenario("FLT-H")
+@pytest.mark.usefixtures("ranks_without_torch")
 def test_a_run_whose_patience_ended_is_held_and_goes_on_by_itself_after_its_release(run: LiveRun) -> None:
     run.argv += ONE_RANK
     run.submit()
@@ -62,6 +63,7 @@ def test_a_run_whose_patience_ended_is_held_and_goes_on_by_itself_after_its_rele
 
 
 @pytest.mark.scenario("L07")
+@pytest.mark.usefixtures("ranks_without_torch")
 def test_a_job_that_is_held_and_cancelled_while_it_waits_for_its_next_life_stays_cancelled(
     run: LiveRun,
 ) -> None:
@@ -81,33 +83,6 @@ def test_a_job_that_is_held_and_cancelled_while_it_waits_for_its_next_life_stays
     run.submit()
     assert run.job_id != former
     run.wait_event("restart", after=seen, resume=saved)
-
-
-@pytest.mark.soak
-@pytest.mark.scenario("L10")
-def test_a_node_that_is_set_down_and_steps_that_are_killed_get_no_warning_and_lose_no_rollout(
-    run: LiveRun, twin: LiveRun
-) -> None:
-    run.submit()
-    run.wait_phase("update", step=1)
-    (node,) = run.other_nodes()
-    run.slurm("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
-    try:
-        # It comes back by itself, with its slurmd's next word (ReturnToService=2): then it is no lost node any more.
-        assert run.wait_event("cause")["cause"] in ("node_lost", "requeued"), run.story()
-        run.wait_event("started", requeues=1)
-        assert not any(event["emergency"] for event in run.events("saved")), "there was no time for one"
-        seen = len(run.events())
-        run.wait_event("training", after=seen)
-        # The step alone: of the whole job Slurm makes a cancel of it, whatever the signal (22.05.8).
-        run.slurm("scancel", "-s", "KILL", f"{run.job_id}.0")
-        run.wait_event("crash", after=seen)
-        run.wait_event("restart", after=seen, number=2)
-        ends_like(run, twin)
-        assert run.facts().restarts == 1, "restarted in place"
-    finally:
-        # Refused where the node has come back by itself, as it does where ReturnToService=2.
-        run.slurm("scontrol", "update", f"nodename={node}", "state=resume", check=False)
 
 
 @pytest.mark.soak

@@ -11,7 +11,7 @@ pytest.importorskip("ray", reason="Ray comes with verl: make verl")
 
 from tests.harness import ROOT, LiveRun
 from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.faults import fail_node, preempt, restore_node
+from verl_slurm.devcluster.faults import preempt
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.verl, pytest.mark.timeout(1500)]
 
@@ -52,22 +52,3 @@ def test_a_preempted_program_is_saved_resumed_and_ends_with_the_undisturbed_resu
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1)), "each step once"
     assert rows[-1]["pi"] == pytest.approx(pi_after(STEPS), abs=1e-12)
     assert {row["attempt"] for row in rows} == {1, 2}
-
-
-@pytest.mark.soak  # the same of the trainer here: test_spare_nodes.py
-def test_a_program_that_loses_a_node_goes_on_with_one_in_the_same_job(
-    run: LiveRun, cluster: DevCluster
-) -> None:
-    run.argv += ["distributed.min_nodes=1"]
-    run.submit()
-    run.wait_event("verified", timeout_s=PATIENCE_S)
-    first, second = run.events("nodes_chosen")[-1]["train"]
-    fail_node(cluster, second)
-    try:
-        run.wait_end(timeout_s=PATIENCE_S)
-    finally:
-        restore_node(cluster, second, timeout_s=120)
-    assert run.events("nodes_chosen")[-1]["train"] == [first]
-    assert run.facts().restarts == 0, "no requeue"
-    rows = [json.loads(line) for line in run.paths.steps.read_bytes().splitlines()]
-    assert rows[-1]["pi"] == pytest.approx(pi_after(STEPS), abs=1e-12)

@@ -7,7 +7,7 @@ import pytest
 from tests.harness import SMALL, LiveRun
 from verl_slurm.devcluster.cluster import DevCluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.torch]
+pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("ranks_without_torch")]
 
 
 @pytest.mark.scenario("FLT-N01")

@@ -10,7 +10,6 @@ import psutil
 import pytest
 
 from tests.harness import ONE_RANK, ROOT, SMALL, LiveRun, ends_like, wait_until_gone
-from tests.slurm_cluster.test_templates import sbatch
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import preempt
 
@@ -116,21 +115,6 @@ def test_a_heterogeneous_job_has_a_component_for_the_judge(
         run.wait_event("started", requeues=1)
         run.wait_event("service_ready", attempt=2)
         ends_like(run, twin)
-    finally:
-        run.cancel()
-
-
-@pytest.mark.long
-@pytest.mark.soak
-def test_a_heterogeneous_batch_script_by_hand_has_the_judge_in_its_second_component(
-    cluster: DevCluster, folder: Path
-) -> None:
-    run = Judged(cluster, folder, "distributed.nodes=1", "train.steps=2")
-    sbatch(run, "heterogeneous.sbatch")
-    try:
-        run.wait_event("training")
-        run.check()
-        run.wait_end()
     finally:
         run.cancel()
 

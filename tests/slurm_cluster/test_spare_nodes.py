@@ -3,16 +3,12 @@
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 from tests.harness import LiveRun, ends_like
 from tests.ledger_stats import ledger_stats
-from tests.loops.served import overrides
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.checkpoint.store.catalog import newest_checkpoint
-from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import fail_node, restore_node
 from verl_slurm.slurm.facts import JobFacts
@@ -77,39 +73,6 @@ def test_half_of_the_nodes_are_lost_one_by_one_and_replaced_inside_the_job(
     assert run.facts().restarts == 0, "no requeue"
 
 
-@pytest.mark.soak  # without the other ranks standing by: the test before it
-def test_a_lost_node_is_replaced_by_ranks_that_are_started_anew(
-    run: LiveRun, twin: LiveRun, nodes: Nodes
-) -> None:
-    run.argv += ["slurm.spare_nodes=1", "daemon.standby_after_s=null"]
-    run.submit()
-    run.wait_phase("update", step=1)
-    first = _chosen(run)
-    _lose(run, nodes, first["train"][1])
-    assert _chosen(run) == {"train": [first["train"][0], *first["spare"]], "spare": []}
-    ends_like(run, twin)
-    assert run.facts().restarts == 0, "no requeue"
-    assert len(run.events("restart")) == 2
-
-
-@pytest.mark.soak  # what is decided: tests/daemon/test_spare_nodes.py
-def test_without_a_spare_node_left_the_job_is_requeued(
-    run: LiveRun, cluster: DevCluster, nodes: Nodes
-) -> None:
-    run.argv += ["slurm.spare_nodes=1", "train.steps=1000"]
-    run.submit()
-    run.wait_phase("generate")
-    first = _chosen(run)
-    (spare,) = first["spare"]
-    fail_node(cluster, spare)
-    run.wait_slurm(lambda facts: facts.num_nodes == 2)
-    restore_node(cluster, spare, timeout_s=120)  # for the next attempt: Slurm has taken it from this job
-    before = len(run.events("training"))
-    nodes.lose(first["train"][1])
-    run.wait_event("started", requeues=1)
-    run.wait(lambda: len(run.events("training")) > before)
-
-
 @pytest.mark.soak  # minutes, until Slurm notices
 def test_a_lost_first_node_is_requeued_by_the_agents_of_the_others(
     run: LiveRun, twin: LiveRun, nodes: Nodes
@@ -170,22 +133,6 @@ def test_the_loss_of_the_last_node_of_a_smaller_run_is_a_requeue(run: LiveRun, n
     nodes.lose(first)
     run.wait_event("started", requeues=1)
     run.wait(lambda: len(run.events("training")) > before + 1)
-
-
-@pytest.mark.soak  # what the loop then loads: tests/loops/test_any_ranks.py
-def test_a_loop_of_ones_own_goes_on_smaller_in_the_same_job(
-    cluster: DevCluster, nodes: Nodes, tmp_path: Path
-) -> None:
-    settings = ("distributed.min_nodes=1", "daemon.standby_after_s=null", *overrides(0.5))
-    run = LiveRun(cluster, tmp_path / "run", *settings, config="configs/pytorch_loop.yaml").submit()
-    run.wait(lambda: run.status().get("step", 0) > 5)
-    first, second = _chosen(run)["train"]
-    nodes.lose(second)
-    run.wait(lambda: len(run.events("training")) > 1)
-    assert _chosen(run) == {"train": [first], "spare": []}
-    run.wait_end()
-    assert run.facts().restarts == 0, "no requeue"
-    assert read_manifest(newest_checkpoint(run.paths.root)).world_size == 1
 
 
 @pytest.mark.soak  # the lead looks for idle nodes every two minutes

@@ -8,7 +8,7 @@ from tests.fakes.metadata_service import MetadataService
 from tests.harness import SMALL, LiveRun
 from verl_slurm.devcluster.cluster import DevCluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.torch]
+pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("ranks_without_torch")]
 
 
 @pytest.mark.scenario("L16")
@@ -18,7 +18,9 @@ def test_a_run_leaves_a_node_that_its_cloud_takes_back_and_starts_on_others(
     with MetadataService() as service:
         service.once = True
         monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", service.url)
-        run = LiveRun(cluster, tmp_path / "run", *SMALL, "daemon.spot_notices=aws").submit()
+        run = LiveRun(
+            cluster, tmp_path / "run", *SMALL, "daemon.spot_notices=aws", "train.steps=1000"
+        ).submit()
         try:
             run.wait_phase("generate")
             service.ends_in_s = 90

@@ -9,13 +9,13 @@ from tests.harness import ONE_RANK, SMALL, LiveRun
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import preempt
 
-pytestmark = [pytest.mark.slurm, pytest.mark.torch]
+pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("ranks_without_torch")]
 
 
 def test_a_run_of_a_sweep_starts_when_the_one_before_it_has_ended_for_good(
     cluster: DevCluster, tmp_path: Path
 ) -> None:
-    base = LiveRun(cluster, tmp_path / "sweep", *SMALL, *ONE_RANK, "train.steps=3")
+    base = LiveRun(cluster, tmp_path / "sweep", *SMALL, *ONE_RANK)
     words = [*base.argv, "--cluster", "slurm", "--sweep", "--at-once", "1", "seed=0,1", "--json"]
     planned = msgspec.json.decode(base.cli("submit", *words, "--dry-run").stdout)
     assert [Path(row["run_dir"]).name for row in planned] == ["seed0", "seed1"]

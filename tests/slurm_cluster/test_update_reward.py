@@ -135,30 +135,3 @@ def test_a_reward_replaced_in_flight_and_another_while_queued_end_bit_for_bit_li
     same, said = same_weights(run.paths.root, twin.paths.root)
     assert same, said
     assert ledger_stats(run.paths).duplicates == ()
-
-
-@pytest.mark.soak  # without Slurm: tests/trainer/test_reward_swap.py
-def test_what_is_asked_while_nobody_listens_yet_or_any_more_is_taken_all_the_same(
-    run: LiveRun, cluster: DevCluster, tmp_path: Path
-) -> None:
-    judge = tmp_path / "judge.py"
-    judge.write_text(SOURCE)
-    new = f"python:{judge}:score"
-    run.submit()
-    run.wait_event("started")  # the ranks are not there yet
-    ask(run, new)
-    first = run.wait_event("notice", topic="reward")["text"]
-    assert first.startswith(f"rule:arithmetic -> {new} from step"), first
-
-    run.wait_phase("generate", step=1)
-    seen = len(run.events())
-    with held(run.ranks()):
-        preempt(cluster, int(run.job_id), hold_s=1)
-    ask(run, "rule:arithmetic")  # in the grace time, while the job completes, or when it is queued again
-    run.wait_event("ended", after=seen, exit_code=25)
-    second = run.wait_event("notice", after=seen, topic="reward")["text"]
-    assert second.startswith(f"{new} -> rule:arithmetic from step"), second
-    run.wait_end()
-    assert [s.reward for s in read_reward_plan(run.paths).switches] == [new, "rule:arithmetic"]
-    assert run.facts().restarts == 1
-    assert ledger_stats(run.paths).duplicates == ()

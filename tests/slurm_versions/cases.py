@@ -46,8 +46,6 @@ CASES: dict[str, tuple[str, ...]] = {
         "test_a_node_that_fails_a_job_which_may_not_be_requeued_is_followed_by_another_job",
         _CAUSES + "test_everything_killed_on_the_leads_node_is_requeued_by_the_other_agent",
         _CAUSES + "test_an_srun_that_is_killed_before_the_lead_takes_no_agent_with_it",
-        _CAUSES + "test_a_killed_rank_is_restarted_in_place_and_replays_its_rollouts",
-        _CAUSES + "test_everything_killed_on_a_node_without_the_lead_is_restarted_in_place",
         _CAUSES + "test_a_lead_that_dies_after_its_ranks_is_requeued_by_the_other_agent",
     ),
     "PreemptMode and grace time": (
@@ -62,7 +60,6 @@ CASES: dict[str, tuple[str, ...]] = {
     ),
     "Arrays, templates, expedite": (
         _CLUSTER + "test_arrays.py::test_a_task_of_an_array_is_requeued_and_no_other",
-        _CAUSES + "test_the_sbatch_template_runs_the_same_job_without_submitit",
         _CLUSTER + "test_expedite.py::test_an_expedited_job_that_loses_a_node_starts_again_before_all_others",
     ),
 }

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.made_once import made_once
+
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -12,7 +14,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiny_model, "_WARM_STEPS", 20)
-        return tiny_model.build_model(tmp_path_factory.mktemp("tiny") / "tiny")
+        return (
+            made_once(tmp_path_factory, "tiny", lambda place: tiny_model.build_model(place / "tiny")) / "tiny"
+        )
 
 
 @pytest.fixture(scope="session")
@@ -20,4 +24,4 @@ def sums_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built-in data's train root."""
     from verl_slurm.quickstart.arithmetic_data import build_data
 
-    return build_data(tmp_path_factory.mktemp("sums") / "sums")
+    return made_once(tmp_path_factory, "sums", lambda place: build_data(place / "sums")) / "sums"

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from tests.families import TINY, build_family, tiny_config
+from tests.made_once import made_once
 from tests.trainer.test_rewards import make_classifier
 from verl_slurm.base.errors import ConfigError, DataError
 from verl_slurm.config.families import FAMILIES, right_attentions
@@ -41,12 +42,8 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Any:
-    root, there = tmp_path_factory.mktemp("families"), dict[str, Path]()
-
     def make(name: str) -> Path:
-        if name not in there:
-            there[name] = build_family(name, root / name, tiny)
-        return there[name]
+        return made_once(tmp_path_factory, name, lambda place: build_family(name, place / name, tiny)) / name
 
     return make
 

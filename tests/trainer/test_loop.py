@@ -21,6 +21,7 @@ import pytest
 from tests.builders import new_training, run_config, train_config, write_config
 from tests.fakes.daemon import Daemon
 from tests.ledger_stats import ledger_stats
+from tests.made_once import made_once
 from tests.processes import torchrun
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
@@ -34,7 +35,6 @@ from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config import load
 from verl_slurm.config.schema import CheckpointConfig, DataConfig, EncryptionConfig
 from verl_slurm.loops.session import Session
-from verl_slurm.quickstart import tiny_model as quickstart_model
 from verl_slurm.quickstart.arithmetic_data import build_data
 from verl_slurm.save.ranks.collective import Collective, RanksFailed
 from verl_slurm.save.ranks.saver import SavedCheckpoint
@@ -72,10 +72,8 @@ TRAIN = train_config(
 class Runs:
     """Makes runs of one configuration and starts their ranks."""
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._model = quickstart_model.build_model(root / "model")
-        self._data = build_data(root / "data")
+    def __init__(self, root: Path, model: Path, data: Path) -> None:
+        self._root, self._model, self._data = root, model, data
 
     def make(self, name: str, checkpoint: CheckpointConfig | None = None) -> RunPaths:
         return new_training(
@@ -105,23 +103,22 @@ def _final(paths: RunPaths) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quickstart_model, "_WARM_STEPS", 20)
-        return Runs(tmp_path_factory.mktemp("loop"))
+def runs(tmp_path_factory: pytest.TempPathFactory, tiny: Path, sums_root: Path) -> Runs:
+    return Runs(tmp_path_factory.mktemp("loop"), tiny, sums_root)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(runs: Runs) -> RunPaths:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, tiny: Path, sums_root: Path) -> RunPaths:
     """A run from start to end in one go."""
-    paths = runs.make("undisturbed")
-    ended = runs.start(paths)
-    assert ended.returncode == 0, ended.stderr
-    assert [line.split()[1] for line in ended.stdout.splitlines() if line.startswith("step ")] == [
-        "1/2",
-        "2/2",
-    ]
-    return paths
+
+    def make(place: Path) -> None:
+        runs = Runs(place, tiny, sums_root)
+        ended = runs.start(runs.make("undisturbed"))
+        assert ended.returncode == 0, ended.stderr
+        steps = [line.split()[1] for line in ended.stdout.splitlines() if line.startswith("step ")]
+        assert steps == ["1/2", "2/2"]
+
+    return RunPaths(made_once(tmp_path_factory, "loop", make) / "undisturbed")
 
 
 def _assert_nothing_changed(paths: RunPaths, undisturbed: RunPaths) -> None:
