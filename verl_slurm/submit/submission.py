@@ -75,7 +75,7 @@ from verl_slurm.submit.undoing import (
     remove_new,
     replace_content,
 )
-from verl_slurm.tiers.opening import namesakes
+from verl_slurm.tiers.survey import namesakes
 from verl_slurm.verl.verl_inputs import data_of
 
 Confirm = Callable[[prints.Drift], bool]
