@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -289,8 +290,7 @@ def test_ten_thousand_foreign_keys_hide_nothing_and_are_neither_read_nor_removed
     paths: RunPaths, save_small: Save, server: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(s3_server, "PAGE", 1000)
-    save_small(10, 100)
-    save_small(20)
+    save_small(10)
     tiers = opened(paths, s3_config(server, keep_days=7))
     run = copies_of(tiers[0]).prefix
     strange = ["../../x", "notes.txt", "step_000010/../../etc", "step_1/manifest.json", "step_000010/a b"]
@@ -299,8 +299,10 @@ def test_ten_thousand_foreign_keys_hide_nothing_and_are_neither_read_nor_removed
     for key in foreign:
         server.objects[key] = Stored(b"not ours", {}, '"x"')
     assert run_pass(paths, tiers).ok
+    save_small(20)
+    assert run_pass(paths, tiers).ok
     server.objects[run + strange[-1]] = Stored(b"not ours", {}, '"x"')
-    done = run_pass(paths, tiers).done
+    done = sync(paths, config_of(), tiers=tiers, now=lambda: NOW + timedelta(days=9)).done
     assert [(d.action.kind, d.action.name) for d in done] == [("drop", "step_000010")], "ours were not seen"
     assert server.count("ListObjectsV2") >= 2 * 11
     assert all(server.objects[key].data == b"not ours" for key in [*foreign, run + strange[-1]])

@@ -72,9 +72,10 @@ class Died(BaseException):
 
 
 class MemoryPlace:
-    """A place in memory. All of a world die at the `die_at`-th change, before or after it took place."""
+    """A place in memory. All of a world die at the `die_at`-th change, before or after it took place, and store
+    `num_wrong` objects wrong."""
 
-    ticks, die_at = 0, 0
+    ticks, die_at, num_wrong = 0, 0, 0
 
     def __init__(self) -> None:
         self.objects: dict[str, tuple[bytes, int]] = {}
@@ -92,6 +93,8 @@ class MemoryPlace:
 
     def _set(self, key: str, data: bytes) -> None:
         self.tick()
+        if MemoryPlace.num_wrong:
+            MemoryPlace.num_wrong, data = MemoryPlace.num_wrong - 1, b"?" + data[1:]
         self.objects[key] = data, MemoryPlace.ticks
         self.tick()
 
@@ -134,8 +137,8 @@ class MemoryPlace:
 class Histories(RuleBasedStateMachine):
     """A run and three tiers, with everything that happens to them. A pass never costs what is whole."""
 
-    @initialize()
-    def begin(self) -> None:
+    @initialize(die_at=st.integers(0, 4))
+    def begin(self, die_at: int) -> None:
         self.scratch = tempfile.TemporaryDirectory(prefix="tiers-")
         self.paths = RunPaths(private_dir(Path(self.scratch.name) / "run"))
         self.tiers = [
@@ -148,10 +151,12 @@ class Histories(RuleBasedStateMachine):
         self.places: list[MemoryPlace] = [copies_of(tier).place for tier in self.tiers]  # type: ignore[misc]
         self.now, self.step, self.attempt = NOW, 0, 1
         self.harmed = set[tuple[str, str]]()
-        for days in (8, 1):
+        MemoryPlace.num_wrong = 0
+        for days in (8, 0):
             self.save(0)
-            self.one_pass()
+            self._pass(0)
             self.wait(days)
+        self._pass(die_at)  # the first one is too old for the nearest tier
 
     @rule(back=st.integers(0, 3))
     def save(self, back: int) -> None:
@@ -189,6 +194,10 @@ class Histories(RuleBasedStateMachine):
         for path in sorted(self.paths.checkpoints.iterdir())[which : which + 1]:
             self.harmed.add(("checkpoints", path.name))
             (path / "actor" / "rank_0000.bin").write_bytes(b"rot" * (50 << 10))
+
+    @rule(num=st.integers(1, 3))
+    def store_wrong(self, num: int) -> None:
+        MemoryPlace.num_wrong = num
 
     @rule()
     def forget(self) -> None:
@@ -247,6 +256,7 @@ class Histories(RuleBasedStateMachine):
         """Passes come to rest, and then the archive has whatever the run has whole."""
         if not hasattr(self, "scratch"):
             return
+        MemoryPlace.num_wrong = 0
         for place in self.places:
             place.is_away = False
         for _ in range(8):

@@ -205,10 +205,9 @@ def copy_checkpoint(
             raise
     # An earlier attempt with other files left them: a checkpoint is exactly what its manifest names. Before the commit:
     # from then on the checkpoint is judged by what is listed below it.
-    wanted = {target.key(name, entry.path) for entry in manifest.files}
-    # Listed whole before anything is removed: a removal would change what is still being listed.
-    for info in list(place.list(target.below(name))):
-        if info.key not in wanted:
+    wanted = {MANIFEST, *(entry.path for entry in manifest.files)}
+    for path, info in target.objects(target.below(name)).get(name, {}).items():
+        if path not in wanted:
             place.delete(info.key)
     # The manifest last: it vouches for everything that was read back above.
     committed = place.commit(record, data)
