@@ -197,7 +197,7 @@ def test_what_is_tidied_or_brought_home_on_a_disk_that_refuses_is_done_the_next_
                 except (OSError, TierError) as error:
                     cause = error.__cause__ if isinstance(error, TierError) else error
                     # Both ends are right, but no third.
-                    assert isinstance(cause, OSError) and cause.errno == fault.number  # noqa: PT017, PT018
+                    assert isinstance(cause, OSError) and cause.errno == fault.number  # noqa: PT018
             assert broken.hits, f"{fault} did not come"
             found = problems(copy, world.truth, {"step_000001", "step_000002", "step_000003"}, removable)
             assert found == [], fault

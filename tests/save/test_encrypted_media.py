@@ -92,14 +92,6 @@ def test_with_shared_storage_gone_the_sealed_local_copy_comes_home_and_loads(
     assert_loads(run.checkpoints / done.name, keys, parts)
 
 
-def test_with_the_local_disk_gone_shared_storage_has_it_sealed(run: RunPaths, keys: Keyring) -> None:
-    (run.root.parent / "nvme").write_bytes(b"")
-    parts = Parts()
-    done = save(run, parts)
-    assert (done.on_shared, "not on the nodes' disks" in done.problem) == (True, True)
-    assert_loads(run.checkpoints / done.name, keys, parts)
-
-
 def test_a_part_that_nobody_signed_does_not_come_home(run: RunPaths, keys: Keyring) -> None:
     done = save(run, Parts(), key=False)
     shutil.rmtree(run.checkpoints / done.name)

@@ -22,9 +22,9 @@ from verl_slurm.base.run_id import run_id
 from verl_slurm.checkpoint.format.specification import FileEntry
 from verl_slurm.checkpoint.store.chunks import entry_of
 from verl_slurm.checkpoint.store.commit import commit
+from verl_slurm.checkpoint.store.copies import CopyPlace
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.tiers_section import TierConfig
-from verl_slurm.checkpoint.store.copies import Place
 from verl_slurm.tiers import s3
 from verl_slurm.tiers.run_copies import RunCopies, run_prefix
 from verl_slurm.tiers.survey import OpenTier, open_place
@@ -119,7 +119,10 @@ def save(paths: RunPaths) -> Callable[..., Path]:
 
 def small_checkpoint(paths: RunPaths, step: int, saved: datetime = NOW, epoch: int = 1) -> Path:
     """Makes a directory with a manifest of two files: less than a trainer would accept."""
-    files = {"config.yaml": b"name: run\n", "actor/rank_0000.bin": content(150 << 10, seed=step + 1000 * epoch)}
+    files = {
+        "config.yaml": b"name: run\n",
+        "actor/rank_0000.bin": content(150 << 10, seed=step + 1000 * epoch),
+    }
     final = private_dir(paths.checkpoints / f"step_{step:06d}")
     for name, data in files.items():
         private_dir((final / name).parent)
@@ -136,7 +139,7 @@ def save_small(paths: RunPaths) -> Callable[..., Path]:
 
 
 def opened(
-    paths: RunPaths, *tiers: TierConfig, wrap: Callable[[Place], Place] = lambda place: place
+    paths: RunPaths, *tiers: TierConfig, wrap: Callable[[CopyPlace], CopyPlace] = lambda place: place
 ) -> list[OpenTier]:
     """As `open_tiers`, each place wrapped."""
     number = run_id(paths)

@@ -295,7 +295,10 @@ def test_ten_thousand_foreign_keys_hide_nothing_and_are_neither_read_nor_removed
     run = copies_of(tiers[0]).prefix
     strange = ["../../x", "notes.txt", "step_000010/../../etc", "step_1/manifest.json", "step_000010/a b"]
     foreign = [f"{run}../../{number}" for number in range(5000)] + [f"{run}step_{n}/x" for n in range(5001)]
-    foreign += [f"verl-slurm/run-{'f' * 16}/step_000001/manifest.json", *(run + name for name in strange[:-1])]
+    foreign += [
+        f"verl-slurm/run-{'f' * 16}/step_000001/manifest.json",
+        *(run + name for name in strange[:-1]),
+    ]
     for key in foreign:
         server.objects[key] = Stored(b"not ours", {}, '"x"')
     assert run_pass(paths, tiers).ok
@@ -325,22 +328,6 @@ def test_a_commit_record_that_names_a_place_outside_writes_nothing_there(
         fetch(paths, config_of(), "step_000010", tiers=tiers)
     written = [entry for entry in sorted(paths.root.parent.rglob("*")) if entry not in everything]
     assert [entry for entry in written if entry.is_file() and paths.control not in entry.parents] == []
-
-
-@pytest.mark.scenario("N09")
-def test_a_checkpoint_of_another_run_is_not_taken_for_ours(
-    paths: RunPaths, save_small: Save, server: StandIn, tiers: list[OpenTier]
-) -> None:
-    final = save_small(10)
-    assert run_pass(paths, tiers).ok
-    ours = copies_of(tiers[0]).prefix
-    others = {key.replace(ours, f"verl-slurm/run-{'f' * 16}/"): v for key, v in server.objects.items()}
-    server.objects.clear()
-    server.objects.update(others)
-    final.rename(paths.root / "kept")
-    paths.tier_records.unlink()
-    with pytest.raises(NotFound):
-        fetch(paths, config_of(), "step_000010", tiers=tiers)
 
 
 @pytest.mark.s3

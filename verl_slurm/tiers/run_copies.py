@@ -19,22 +19,17 @@ neither read nor removed. Keys are matched whole, and every path by the manifest
 ## 2. Commit
 
 manifest.json is written LAST, after every object it names has been read back (or its checksum compared, `verify:
-checksum`), and only if none is there yet (S3: `If-None-Match: *`). So:
+checksum`), and only if none is there yet. So a checkpoint without a manifest does not exist in that tier, and one with
+a manifest was whole there when it was committed. A mover that dies in between leaves objects without a manifest; the
+next pass reads the whole ones back and keeps them, and continues the others (`CopyPlace.put`).
 
-- if the run has a key, a manifest that is not signed with it (`checkpoint/format/signature.py`) is neither copied into
-  a tier nor out of one, proves nothing there, and is never removed for that reason;
-- a checkpoint without a manifest does not exist in that tier;
-- one with a manifest was whole and verified in that tier when it was committed;
-- a mover that dies in between leaves objects without a manifest. The next pass continues there: whole objects are read
-  back and kept, S3 uploads continue after the last part that the server itself lists, files continue after their last
-  byte.
-
-The bytes are those of the run's own directory: a checkpoint that is encrypted there is encrypted here.
+If the run has a key, a manifest that is not signed with it is neither copied into a tier nor out of one, proves nothing
+there, and is never removed for that reason. The bytes are those of the run's own directory, encrypted or not.
 
 ## 3. Removal
 
-manifest.json FIRST, then the objects. A mover that dies in between leaves a checkpoint that does not exist. The next
-pass removes its remains if it is to go, or completes it if it is to stay.
+manifest.json FIRST, then the objects. If the mover dies in between, the next pass removes the remains of a checkpoint
+that is to go, or completes one that is to stay.
 """
 
 from collections.abc import Sequence
@@ -53,7 +48,7 @@ from verl_slurm.checkpoint.format.specification import (
     Manifest,
     path_problem,
 )
-from verl_slurm.checkpoint.store.copies import ObjectInfo, Place, content_problem, copy_file
+from verl_slurm.checkpoint.store.copies import CopyPlace, ObjectInfo, content_problem, copy_file
 
 
 def run_prefix(prefix: str, run_name: str, run_id: str) -> str:
@@ -70,7 +65,7 @@ class RunCopies:
         prefix: of all its keys there; empty, or ends with `/`.
     """
 
-    place: Place
+    place: CopyPlace
     prefix: str
 
     def below(self, name: str) -> str:
@@ -107,15 +102,11 @@ class RunCopies:
         return found
 
     def manifest(self, name: str, keys: Keyring | None = None) -> tuple[bytes, Manifest]:
-        """Returns the bytes of a checkpoint's manifest, and what they say.
-
-        Args:
-            keys: if given, it must be signed with one of them.
+        """Returns the bytes of a checkpoint's manifest, and what they say. With keys, it must be signed with one.
 
         Raises:
             CheckpointCorrupt: there is none, it is not whole or another checkpoint's, or others made it.
-            KeyRefused: it is not signed with a key of ours.
-            SchemaMismatch: it is of another format version.
+            KeyRefused, SchemaMismatch: it is not signed with a key of ours; it is of another format version.
             TierError: the place did not answer.
         """
         key = self.key(name)
@@ -136,7 +127,7 @@ class RunCopies:
 
         Args:
             expected: the manifest it should have; None: whichever verifies by itself.
-            keys: if given, it must be signed with one of them; if it is not, nothing more is read.
+            keys: as of `manifest`; if it is refused, nothing more is read.
 
         Raises:
             TierError: the place did not answer: that tells nothing about the checkpoint.
@@ -164,7 +155,7 @@ def copy_checkpoint(
     data: bytes,
     manifest: Manifest,
     *,
-    beside: Sequence[Place] = (),
+    beside: Sequence[CopyPlace] = (),
     at_once: int = 1,
     until: float | None = None,
 ) -> int:

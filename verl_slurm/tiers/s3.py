@@ -4,15 +4,9 @@ A server's statements about content are not believed. Every request that carries
 server refuses bytes that were damaged on the way. After that the object is fetched again and hashed (`verify: reread`).
 If the user chose `checksum`, every part's ETag was compared with the MD5 of what was sent.
 
-A large object is uploaded in parts, and goes on after an interruption by the parts that the server itself lists. No
-file of ours holds this state: after a mover dies on one node, another node continues its upload.
-
-1. ListMultipartUploads: finds an upload for this very key. (Others are not ours to touch.) Of several, the one begun
-  last continues; the others are aborted, since their parts would cost money until then.
-2. ListParts of it: a part counts when its number, size and ETag (MD5) are those of our bytes. All others are sent.
-3. Each part is sent with its Content-MD5; with `verify: checksum` the returned ETag must be that MD5.
-4. CompleteMultipartUpload names every part with its ETag, after the source has given all of its bytes. A lost reply is
-  no failure: the caller reads the object itself in the end.
+A large object is uploaded in parts, and goes on after an interruption by the parts that the server itself lists: a part
+counts when its number, size and ETag (MD5) are those of our bytes. No file of ours holds this state: after a mover dies
+on one node, another node continues its upload.
 
 botocore reads the body of an answer whole, and follows a listing as long as the server announces more. So a bucket's
 operator could fill a job's memory: bodies and listings have a limit here, and a time.
@@ -85,7 +79,7 @@ def part_size(size: int) -> int:
 
 
 class S3Place:
-    """Keeps copies in a bucket; `checkpoint.store.copies.Place` specifies each method.
+    """Keeps copies in a bucket; `checkpoint.store.copies.CopyPlace` specifies each method.
 
     Args:
         attempts: of each request; tests lower it, since botocore's pauses are fixed.
@@ -235,7 +229,11 @@ class S3Place:
                     # The oldest first, before another part is held in memory.
                     if len(waiting) == _IN_FLIGHT:
                         sent += settle()
-                    words: dict[str, Any] = {"UploadId": upload_id, "PartNumber": number, "ContentMD5": _md5_64(data)}
+                    words: dict[str, Any] = {
+                        "UploadId": upload_id,
+                        "PartNumber": number,
+                        "ContentMD5": _md5_64(data),
+                    }
                     future = pool.submit(self._client.upload_part, **where, **words, Body=data)
                     waiting.append((number, data, future))
                 while waiting:
@@ -259,7 +257,7 @@ class S3Place:
         return sent
 
     def _begin(self, where: dict[str, str], extra: dict[str, Any]) -> tuple[str, dict[int, tuple[int, str]]]:
-        """Returns the upload to continue, and the parts it has: number to (size, MD5)."""
+        """Returns the upload of this very key to continue, and the parts it has: number to (size, MD5)."""
         # The prefix also matches longer keys.
         uploads = self._listed("list_multipart_uploads", Prefix=where["Key"])
         found = sorted((u for u in uploads if u["Key"] == where["Key"]), key=lambda u: u["Initiated"])

@@ -37,7 +37,7 @@ from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.checkpoint.format.signature import signature_problem
 from verl_slurm.checkpoint.format.specification import MANIFEST, Manifest
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
-from verl_slurm.checkpoint.store.copies import DirectoryPlace, ObjectInfo, Place
+from verl_slurm.checkpoint.store.copies import CopyPlace, DirectoryPlace, ObjectInfo
 from verl_slurm.config.checks.tiers import LOCAL_TIER, is_s3
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.tiers_section import TierConfig
@@ -61,7 +61,7 @@ class OpenTier:
     problem: str = ""
 
 
-def open_place(tier: TierConfig) -> Place:
+def open_place(tier: TierConfig) -> CopyPlace:
     """Returns the storage of `tier`. Does not connect yet.
 
     Raises:
@@ -79,7 +79,7 @@ def open_place(tier: TierConfig) -> Place:
                 expected=", ".join(known) or f"an installed package with an entry point in {ENTRY_POINTS}",
                 remedy="install the plug-in's package where the daemon runs",
             )
-        place: Place = found[0].load()(tier)
+        place: CopyPlace = found[0].load()(tier)
         return place
     if is_s3(tier):
         # boto3 is an extra: without a bucket it is not imported.
@@ -170,12 +170,9 @@ class TierRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Record of one checkpoint in one tier.
 
     Attributes:
-        digest: of its manifest.
-        stamp: the tier's own mark of the manifest object; another one means another manifest.
+        digest, stamp: of its manifest; another stamp means another manifest.
         num_bytes, num_objects: as the tier listed them, manifest included.
-        ok: every byte was read back and matched; false: some did not.
-        checked_utc: time of that check. ISO 8601.
-        detail: the fault.
+        ok: every byte was read back and matched, at `checked_utc`; false: `detail` has the fault.
         signature: result of a check with keys; empty: it was not checked. If the run has a key, `good` alone counts as
             a memory. `refused` counts for nothing: `accept_unsigned`, or an old key, may admit it tomorrow.
     """

@@ -14,7 +14,7 @@ Places are the run's own checkpoints, its tiers, what a node's disk holds, and w
   `source` raises passes through, and no object is made then.
 
 A plug-in is an entry point of the group `verl_slurm.tiers`: a callable that takes the `TierConfig` of `kind:
-plugin:NAME` and returns a `Place`.
+plugin:NAME` and returns a `CopyPlace`.
 """
 
 import hashlib
@@ -56,7 +56,7 @@ class ObjectInfo:
     sha256: str = field(default="", compare=False)
 
 
-class Place(Protocol):
+class CopyPlace(Protocol):
     """Storage of copies; the module specifies its obligations."""
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
@@ -91,15 +91,10 @@ class Place(Protocol):
 
 
 class DirectoryPlace:
-    """Keeps copies as files in a directory: node NVMe, a second file system, a tape library's front, the run itself.
+    """Keeps copies as files below `root`, which must exist. No link below it is followed.
 
     Each file is written under a name that no manifest may hold (`~NAME.DIGEST.part`), fsynced, renamed, and its
-    directory fsynced. An interrupted attempt continues after its last byte. `verl_slurm.base.files` tells what POSIX,
-    NFS and Lustre promise. Below `root` no link is followed.
-
-    Args:
-        root: must exist.
-        name: for errors.
+    directory fsynced (`verl_slurm.base.files`). An interrupted attempt continues after its last byte.
     """
 
     def __init__(self, root: Path, name: str) -> None:
@@ -301,7 +296,7 @@ def _chunk_problem(entry: FileEntry, end: int, digest: str) -> str:
     return f"sha256 {digest}, expected {expected}{place}"
 
 
-def content_problem(place: Place, key: str, entry: FileEntry) -> str:
+def content_problem(place: CopyPlace, key: str, entry: FileEntry) -> str:
     """Returns an empty text when `key` holds what `entry` says, every byte read back; otherwise a short clause.
 
     Raises:
@@ -323,8 +318,8 @@ def content_problem(place: Place, key: str, entry: FileEntry) -> str:
 
 
 def copy_file(
-    sources: Sequence[tuple[Place, str]],
-    target: tuple[Place, str],
+    sources: Sequence[tuple[CopyPlace, str]],
+    target: tuple[CopyPlace, str],
     entry: FileEntry,
     *,
     until: float | None = None,
@@ -354,7 +349,9 @@ def copy_file(
     raise damaged or CheckpointCorrupt("no copy has this file", where=key)
 
 
-def _copy(source: Place, path: str, place: Place, key: str, entry: FileEntry, until: float | None) -> int:
+def _copy(
+    source: CopyPlace, path: str, place: CopyPlace, key: str, entry: FileEntry, until: float | None
+) -> int:
     info = source.stat(path)
     # Before a byte is sent: this much of the damage costs no transfer.
     if info is None or info.size != entry.size:
