@@ -1,16 +1,18 @@
 """Frozen models are stored once, whole or not at all."""
 
 import os
+import queue
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 
-from verl_slurm.base.errors import DataError
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store import frozen
-from verl_slurm.checkpoint.store.frozen import check_frozen, frozen_digests, read_back_others, store_frozen
+from verl_slurm.checkpoint.store.frozen import FrozenCopies, check_frozen, frozen_digests, store_frozen
 from verl_slurm.checkpoint.store.scrub import scrub_frozen
+from verl_slurm.dataset.fingerprint import stored_tree
 from verl_slurm.dataset.fingerprint.data_record import fingerprint
 
 
@@ -21,6 +23,7 @@ def model(tmp_path: Path) -> Path:
     (tmp_path / "model" / "sub").mkdir(parents=True)
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "model" / "sub" / "w.safetensors").symlink_to(tmp_path / "blobs" / "abc")
+    (tmp_path / "model" / "empty").mkdir()
     return tmp_path / "model"
 
 
@@ -33,14 +36,6 @@ def test_a_model_is_stored_by_its_digest_and_once(model: Path, tmp_path: Path) -
     assert (stored / "config.json").stat().st_mode & 0o777 == 0o600
     shutil.rmtree(model)
     assert store_frozen(paths, model, seen) == stored, "the source is not read again"
-
-
-def test_a_model_that_changes_while_it_is_copied_is_not_stored(model: Path, tmp_path: Path) -> None:
-    paths, seen = RunPaths(tmp_path / "run"), fingerprint(model)
-    (model / "config.json").write_text("{ }")
-    with pytest.raises(DataError, match="is not what was read"):
-        store_frozen(paths, model, seen)
-    assert list(paths.frozen.iterdir()) == []
 
 
 def rot(stored: Path) -> None:
@@ -100,41 +95,30 @@ def test_a_copy_that_cannot_be_read_now_is_said_and_left(
     assert stored.is_dir()
 
 
-def test_a_copy_from_before_there_were_records_gets_one_and_until_then_is_not_called_damaged(
+def test_without_its_record_a_copy_is_not_judged_and_the_next_start_records_it_anew(
     model: Path, tmp_path: Path
 ) -> None:
     paths, seen = RunPaths(tmp_path / "run"), fingerprint(model)
-    stored = store_frozen(paths, model, seen)
+    store_frozen(paths, model, seen)
     record = paths.frozen / f"{seen.digest}.json"
-    record.unlink()
-    verdict = check_frozen(paths, seen.digest)
-    assert (verdict.ok, verdict.damaged) == (False, False), "its links were files, says only the record"
-    store_frozen(paths, model, seen)
-    assert check_frozen(paths, seen.digest).ok
-    record.write_bytes(record.read_bytes().replace(b"config.json", b"konfig.json"))
-    assert not check_frozen(paths, seen.digest).damaged, "a record that is not of that digest says nothing"
-    record.unlink()
-    rot(stored)
-    said = list[str]()
-    store_frozen(paths, model, seen, notice=said.append)
-    assert "set aside" in said[0]
-
-
-def test_a_model_without_links_needs_no_record(model: Path, tmp_path: Path) -> None:
-    (model / "sub" / "w.safetensors").unlink()
-    (model / "sub" / "empty").mkdir()
-    paths, seen = RunPaths(tmp_path / "run"), fingerprint(model)
-    store_frozen(paths, model, seen)
-    (paths.frozen / f"{seen.digest}.json").unlink()
-    assert check_frozen(paths, seen.digest).ok
+    for harm in (
+        record.unlink,
+        lambda: record.write_bytes(record.read_bytes().replace(b"config", b"konfig")),
+    ):
+        harm()
+        verdict = check_frozen(paths, seen.digest)
+        assert (verdict.ok, verdict.damaged) == (False, False)
+        store_frozen(paths, model, seen)
+        assert check_frozen(paths, seen.digest).ok
 
 
 def test_the_copy_of_a_model_that_is_no_longer_there_is_read_back_too(model: Path, tmp_path: Path) -> None:
     paths, seen, said = RunPaths(tmp_path / "run"), fingerprint(model), list[str]()
     rot(store_frozen(paths, model, seen))
-    read_back_others(paths, {seen.digest}, notice=said.append)
+    copies = FrozenCopies(paths, said.append)
+    copies.read_back({seen.digest})
     assert said == []
-    read_back_others(paths, {"0" * 64}, notice=said.append)
+    copies.read_back({"0" * 64})
     assert "the model it was made of is not what the run starts with now" in said[0]
     assert frozen_digests(paths) == []
 
@@ -148,7 +132,27 @@ def test_a_full_disk_leaves_nothing_and_what_a_dead_start_left_goes(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(frozen, "fsync_path", full)
+    monkeypatch.setattr(stored_tree, "fsync_path", full)
     with pytest.raises(OSError, match="No space"):
         store_frozen(paths, model, seen)
     assert list(paths.frozen.iterdir()) == []
+
+
+def test_a_large_copy_is_read_back_once_the_training_begins(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then the disk and the cores are the start's."""
+    monkeypatch.setattr(frozen, "_READ_AT_ONCE", 0)
+    paths, said = RunPaths(tmp_path / "run"), queue.SimpleQueue[str]()
+    rot(store_frozen(paths, model, fingerprint(model)))
+    copies = FrozenCopies(paths, said.put)
+    copies.read_back(set())
+    assert not [one for one in threading.enumerate() if one.name == "frozen"]
+    assert said.empty()
+    copies.begin()
+    assert "set aside" in said.get(timeout=60)
+    copies.read_back(set())  # the training goes on, and this begins at once
+    for one in threading.enumerate():
+        if one.name == "frozen":
+            one.join(60)
+    assert frozen_digests(paths) == []

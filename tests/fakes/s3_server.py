@@ -9,7 +9,7 @@ import hashlib
 import http.server
 import threading
 from base64 import b64encode
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.etree import ElementTree
@@ -51,7 +51,8 @@ class StandIn(http.server.ThreadingHTTPServer):
     Attributes:
         fault: asked about every request; its answer: None; "503"; "denied"; "cut" (no answer, nothing done);
             "lose" (done, but no answer); "flip" (another bit is stored than came); "flip_down" (another bit is
-            sent than is stored); "short" (the answer breaks off after 20 KiB); "no_range" (the range is ignored).
+            sent than is stored); "short" (the answer breaks off after 20 KiB); "no_range" (the range is ignored);
+            or an answer of its own: status, bytes that it announces, and blocks.
     """
 
     daemon_threads = True
@@ -61,7 +62,7 @@ class StandIn(http.server.ThreadingHTTPServer):
         self.objects: dict[str, Stored] = {}
         self.uploads: dict[str, Upload] = {}
         self.calls: list[Call] = []
-        self.fault: Callable[[Call], str | None] = lambda call: None
+        self.fault: Callable[[Call], str | tuple[int, int, Iterable[bytes]] | None] = lambda call: None
         self.lock = threading.Lock()
         self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01})
 
@@ -109,6 +110,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.server.calls.append(call)
             fault = self.server.fault(call)
             self.fault = fault
+            if isinstance(fault, tuple):
+                self.send_response(fault[0])
+                self.send_header("Content-Length", str(fault[1]))
+                self.end_headers()
+                for block in fault[2]:
+                    self.wfile.write(block)
+                return
             if fault == "cut":
                 self.close_connection = True
                 return

@@ -17,6 +17,7 @@ from tests.faults.scenarios import EXHAUSTIVE, memory_directory
 from tests.faults.tracing import Call, Fault, Tracer
 from tests.faults.world import LOCAL, SHARED, World, plant, problems, tree_of
 from tests.lanes import with_variants
+from verl_slurm.base.errors import TierError
 from verl_slurm.checkpoint.decide.retention import plan_prune
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.local_copy import assemble, list_parts, part_problems, send_home
@@ -193,8 +194,10 @@ def test_what_is_tidied_or_brought_home_on_a_disk_that_refuses_is_done_the_next_
             with Tracer(copy, fault) as broken:
                 try:
                     act(other)
-                except OSError as error:
-                    assert error.errno == fault.number  # noqa: PT017 - both ends are right, but no third
+                except (OSError, TierError) as error:
+                    cause = error.__cause__ if isinstance(error, TierError) else error
+                    # Both ends are right, but no third.
+                    assert isinstance(cause, OSError) and cause.errno == fault.number  # noqa: PT018
             assert broken.hits, f"{fault} did not come"
             found = problems(copy, world.truth, {"step_000001", "step_000002", "step_000003"}, removable)
             assert found == [], fault

@@ -115,14 +115,14 @@ def test_an_error_is_one_line_whatever_it_is_about() -> None:
 def test_a_server_s_words_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     from botocore.exceptions import ClientError
 
-    from verl_slurm.tiers.s3 import S3Backend
+    from verl_slurm.tiers.s3 import S3Place
 
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIACANARY")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary-secret")
     tier = TierConfig(name="s", kind="s3", bucket="b", endpoint="http://127.0.0.1:9", region="us-east-1")
-    backend = S3Backend(tier)
+    place = S3Place(tier)
     answer = {"Error": {"Code": EVIL, "Message": f"canary-secret {EVIL}"}}
-    with pytest.raises(TierError) as refused, backend._errors("key"):
+    with pytest.raises(TierError) as refused, place._errors("key"):
         raise ClientError({**answer, "ResponseMetadata": {"HTTPStatusCode": 403}}, "PutObject")  # type: ignore[arg-type,typeddict-item]
     assert "unknown 403" in str(refused.value)
     assert "canary" not in str(refused.value)

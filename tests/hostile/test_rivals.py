@@ -21,7 +21,7 @@ from verl_slurm_daemon.allocation.successor import queue_successor
 from tests.checkpoint.conftest import manifest_of, stage
 from tests.hostile.racing import FORK, PATIENCE_S, processes
 from tests.journals import read_events
-from tests.tiers.conftest import config_of, opened, posix_config
+from tests.tiers.conftest import config_of, copies_of, opened, posix_config
 from verl_slurm.base.errors import CheckpointCorrupt, Fenced, NotFound, TierError
 from verl_slurm.base.fence import read_epoch, require_epoch, take_epoch
 from verl_slurm.base.files import private_dir
@@ -35,10 +35,9 @@ from verl_slurm.checkpoint.store.pruning import apply_prune
 from verl_slurm.checkpoint.store.scrub import scrub_one
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.config.load import parse_config
-from verl_slurm.tiers.census import Memory, OpenTier, survey
 from verl_slurm.tiers.fetch import fetch
 from verl_slurm.tiers.mover import sync
-from verl_slurm.tiers.transfer import verify_copy
+from verl_slurm.tiers.survey import Memory, OpenTier
 
 pytestmark = pytest.mark.slow
 
@@ -270,13 +269,11 @@ def everybody(tmp_path: Path, saves: int, seconds: float) -> dict[str, int]:
     assert all(info.kind == "committed" for info in found), found
     newest = max(found, key=lambda info: info.order)
     assert verify(newest.path).ok
-    backend = tiers[0].backend
-    assert backend is not None
     # What a copy has left that was given up goes in the pass after a newer one was verified (`tier_plan`, rule 6).
     assert sync(paths, config_of(), tiers=tiers).ok
-    copies = survey(paths, tiers, Memory(paths))[1].copies
+    copies = Memory(paths).survey(tiers)[1].copies
     for copy in copies:
-        assert verify_copy(backend, tiers[0].run, copy.name) == [], copy
+        assert copies_of(tiers[0]).problems(copy.name) == [], copy
     assert {info.name for info in found} <= {copy.name for copy in copies}
     failed = [event for event in read_events(paths) if event["event"] == "tier_failed"]
     assert not any(event["what"] == "fetch" for event in failed), failed

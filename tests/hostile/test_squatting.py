@@ -266,16 +266,15 @@ def test_a_place_in_a_tier_that_somebody_made_before_is_refused(
     kind: str, scratch: Path, precious: Path, tmp_path: Path
 ) -> None:
     from tests.tiers.conftest import Bytes, entry
-    from verl_slurm.config.tiers_section import TierConfig
-    from verl_slurm.tiers.posix import PosixBackend
+    from verl_slurm.checkpoint.store.copies import DirectoryPlace
 
     squat(kind, scratch / "verl-slurm", precious)
     before = facts(scratch / "verl-slurm"), inventory(precious)
-    backend = PosixBackend(TierConfig(name="nvme", kind="posix", path=str(scratch)))
+    place = DirectoryPlace(scratch, "tier nvme")
     with pytest.raises(TierError):
-        backend.put("verl-slurm/run/actor.bin", Bytes(b"data"), entry(b"data", "actor.bin"))
+        place.put("verl-slurm/run/actor.bin", entry(b"data", "actor.bin"), Bytes(b"data"))
     with pytest.raises(TierError):
-        backend.commit("verl-slurm/run/COMMIT", b"{}")
+        place.commit("verl-slurm/run/COMMIT", b"{}")
     assert (facts(scratch / "verl-slurm"), inventory(precious)) == before
 
 

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from verl_slurm.checkpoint.store.local_copy import (
     assemble,
     list_parts,
     local_directory,
-    part_problems,
     prune_parts,
     send_home,
 )
@@ -73,16 +71,6 @@ def _bring_home(run: RunPaths, *directories: Path) -> list[bool]:
 
 def _leftovers(directory: Path) -> list[str]:
     return [name for name in os.listdir(directory) if name.endswith(".tmp")]
-
-
-def test_both_media_have_the_same_files(run: RunPaths, local: Path) -> None:
-    done = _save(run, local, Parts())
-    assert (done.on_shared, done.problem) == (True, "")
-    (part,) = list_parts(local)
-    assert part_problems(part) == []
-    assert verify(part.path).ok  # of one node: the part is the whole
-    assert verify(run.checkpoints / done.name).ok
-    assert _leftovers(local) == _leftovers(run.checkpoints) == []
 
 
 def test_with_shared_storage_gone_the_local_copy_is_a_save_and_comes_home(run: RunPaths, local: Path) -> None:
@@ -174,32 +162,6 @@ def test_the_decision_about_shared_storage(
     last: float | None, left: float | None, has_local: bool, tried: bool
 ) -> None:
     assert (why_not_shared(last, left, has_local=has_local) == "") is tried
-
-
-def test_parts_of_two_nodes_make_one_checkpoint(run: RunPaths, local: Path) -> None:
-    done = _save(run, local, Parts())
-    other = local.with_name("n2")
-    shutil.copytree(local / done.name, other / done.name)
-    (local / done.name / "actor/rank_0000.bin").unlink()
-    (other / done.name / "critic/rank_0000.bin").unlink()
-    shutil.rmtree(run.checkpoints / done.name)
-
-    assert _bring_home(run, local) == [False]
-    assert not (run.checkpoints / done.name).exists()
-    assert _bring_home(run, local, other) == [True]
-    assert verify(run.checkpoints / done.name).ok
-    assert _leftovers(run.checkpoints) == []
-
-
-def test_a_part_that_rotted_makes_no_checkpoint(run: RunPaths, local: Path) -> None:
-    done = _save(run, local, Parts())
-    shutil.rmtree(run.checkpoints / done.name)
-    path = local / done.name / "optimizer/rank_0000.bin"
-    data = bytearray(path.read_bytes())
-    data[5] ^= 1
-    path.write_bytes(data)
-    assert part_problems(list_parts(local)[0]) != []
-    assert _bring_home(run, local) == [False]
 
 
 def test_a_save_under_way_is_left_alone_by_what_comes_home(run: RunPaths, local: Path) -> None:

@@ -28,10 +28,10 @@ from verl_slurm.base.errors import (
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.commit import commit
-from verl_slurm.checkpoint.store.frozen import record_frozen
 from verl_slurm.checkpoint.store.run_config import note_trained_with
 from verl_slurm.config.load import load_own, load_resolved
 from verl_slurm.dataset.fingerprint.data_record import Drift, fingerprint
+from verl_slurm.dataset.fingerprint.stored_tree import record_tree
 from verl_slurm.runtime_state.segment import frame, head
 from verl_slurm.submit.checks import resume_point
 from verl_slurm.submit.checks.run_directory import check_run_dir
@@ -213,7 +213,7 @@ def test_what_does_not_train_and_has_changed_is_refused_before_it_waits_in_the_q
     # Too large to be read: the sizes of the record tell, and what they do not tell is said.
     monkeypatch.setattr(resume_point, "_MOST_READ", 1)
     private_dir(paths.frozen)
-    record_frozen(paths, was)
+    record_tree(paths.frozen, was)
     weights.write_bytes(b"1235")
     assert "not looked at: whether each byte of" in check()[0]
     weights.write_bytes(b"12345")

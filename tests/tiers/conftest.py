@@ -22,13 +22,12 @@ from verl_slurm.base.run_id import run_id
 from verl_slurm.checkpoint.format.specification import FileEntry
 from verl_slurm.checkpoint.store.chunks import entry_of
 from verl_slurm.checkpoint.store.commit import commit
+from verl_slurm.checkpoint.store.copies import CopyPlace
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.tiers_section import TierConfig
-from verl_slurm.tiers import multipart
-from verl_slurm.tiers.backend import Backend
-from verl_slurm.tiers.census import OpenTier
-from verl_slurm.tiers.opening import open_backend
-from verl_slurm.tiers.tier_layout import run_prefix
+from verl_slurm.tiers import s3
+from verl_slurm.tiers.run_copies import RunCopies, run_prefix
+from verl_slurm.tiers.survey import OpenTier, open_place
 
 _LOADER = botocore.session.create_loader()  # reading what S3 is takes half a second each time
 NOW = datetime(2026, 1, 31, tzinfo=UTC)
@@ -37,21 +36,16 @@ PART = 64 << 10
 
 @dataclass
 class Bytes:
-    """A `Source` in memory; dies at read number `die_at`."""
+    """A `Source` in memory, a block of PART bytes at a time; dies before block `die_at` of the whole, from 1."""
 
     data: bytes
     die_at: int = 0
-    reads: int = 0
 
-    @property
-    def size(self) -> int:
-        return len(self.data)
-
-    def read(self, offset: int, size: int) -> bytes:
-        self.reads += 1
-        if self.reads == self.die_at:
-            raise KeyboardInterrupt
-        return self.data[offset : offset + size]
+    def __call__(self, offset: int) -> Iterator[bytes]:
+        for start in range(offset, len(self.data), PART):
+            if start // PART + 1 == self.die_at:
+                raise KeyboardInterrupt
+            yield self.data[start : start + PART]
 
 
 def content(size: int, seed: int = 1) -> bytes:
@@ -79,8 +73,8 @@ def _credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multipart, "MIN_PART_BYTES", PART)
-    monkeypatch.setattr(multipart, "_ROUND", PART)
+    monkeypatch.setattr(s3, "MIN_PART_BYTES", PART)
+    monkeypatch.setattr(s3, "PART_STEP_BYTES", PART)
 
 
 @pytest.fixture
@@ -100,8 +94,8 @@ def posix_config(path: Path, **changes: Any) -> TierConfig:
     return TierConfig(**({"name": path.name, "kind": "posix", "path": str(path)} | changes))
 
 
-def _days_ago(days: float) -> str:
-    return (NOW - timedelta(days=days)).strftime("%Y-%m-%dT%H:%M:%SZ")
+def _utc(time: datetime) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 @pytest.fixture
@@ -117,38 +111,47 @@ def save(paths: RunPaths) -> Callable[..., Path]:
 
     def make(step: int, days_ago: float = 0, files: dict[str, bytes] = FILES, **changes: Any) -> Path:
         staging = stage(paths, step, 0, files)
-        saved = {"created_utc": _days_ago(days_ago)}
+        saved = {"created_utc": _utc(NOW - timedelta(days=days_ago))}
         return commit(staging, manifest_of(staging, **(saved | changes)), epoch_check=owns_it)
 
     return make
 
 
+def small_checkpoint(paths: RunPaths, step: int, saved: datetime = NOW, epoch: int = 1) -> Path:
+    """Makes a directory with a manifest of two files: less than a trainer would accept."""
+    files = {
+        "config.yaml": b"name: run\n",
+        "actor/rank_0000.bin": content(150 << 10, seed=step + 1000 * epoch),
+    }
+    final = private_dir(paths.checkpoints / f"step_{step:06d}")
+    for name, data in files.items():
+        private_dir((final / name).parent)
+        (final / name).write_bytes(data)
+    entries = tuple(entry_of(name, data) for name, data in files.items())
+    write_manifest(final, step, files=entries, created_utc=_utc(saved), epoch=epoch)
+    return final
+
+
 @pytest.fixture
 def save_small(paths: RunPaths) -> Callable[..., Path]:
-    """`save_small(step, days_ago)` → a directory with a manifest of two files: less than a trainer would accept."""
-
-    def make(step: int, days_ago: float = 0) -> Path:
-        files = {"config.yaml": b"name: run\n", "actor/rank_0000.bin": content(150 << 10, seed=step)}
-        final = private_dir(paths.checkpoints / f"step_{step:06d}")
-        for name, data in files.items():
-            private_dir((final / name).parent)
-            (final / name).write_bytes(data)
-        entries = tuple(entry_of(name, data) for name, data in files.items())
-        write_manifest(final, step, files=entries, created_utc=_days_ago(days_ago))
-        return final
-
-    return make
+    """`save_small(step, days_ago)` → the directory of a `small_checkpoint`."""
+    return lambda step, days_ago=0: small_checkpoint(paths, step, NOW - timedelta(days=days_ago))
 
 
 def opened(
-    paths: RunPaths, *tiers: TierConfig, wrap: Callable[[Backend], Backend] = lambda backend: backend
+    paths: RunPaths, *tiers: TierConfig, wrap: Callable[[CopyPlace], CopyPlace] = lambda place: place
 ) -> list[OpenTier]:
-    """As `open_tiers`, each backend wrapped."""
+    """As `open_tiers`, each place wrapped."""
     number = run_id(paths)
     return [
-        OpenTier(config=t, run=run_prefix(t.prefix, "run", number), backend=wrap(open_backend(t)))
+        OpenTier(config=t, copies=RunCopies(wrap(open_place(t)), run_prefix(t.prefix, "run", number)))
         for t in tiers
     ]
+
+
+def copies_of(tier: OpenTier) -> RunCopies:
+    assert tier.copies is not None
+    return tier.copies
 
 
 def config_of(*tiers: TierConfig) -> RunConfig:

@@ -100,19 +100,6 @@ def test_accept_unsigned_lets_in_the_one_it_names(
     assert fetch_newest(paths, config).name == "step_000010"
 
 
-def test_a_successor_of_another_hand_replaces_nothing(
-    paths: RunPaths, key: MasterKey, cold: TierConfig, configure: Configure
-) -> None:
-    final = save_sealed(paths, 10, key)
-    config = configure()
-    move(paths, config)
-    stored = next(Path(str(cold.path)).rglob(MANIFEST))
-    before = stored.read_bytes()
-    forge(final)
-    move(paths, config)
-    assert stored.read_bytes() == before
-
-
 def test_a_forged_copy_in_a_tier_is_no_reason_to_let_another_go(
     paths: RunPaths, tmp_path: Path, key: MasterKey, cold: TierConfig, configure: Configure
 ) -> None:

@@ -372,13 +372,16 @@ def write_new(
         raise
 
 
-def create_file(path: Path, data: bytes) -> bool:
+def create_file(path: Path, data: bytes, *, temp: Path | None = None) -> bool:
     """Makes `path`, 0600, with this content, atomically and durably; returns False if the name is taken.
 
     One of several callers wins, on POSIX and on NFS, and no reader sees a half-written file: it is linked to its name
     (link(2)). A file system without links gets the name first and the content then, so a reader may find it empty.
+
+    Args:
+        temp: the unguessable name beside it that the content has first; None: one is made.
     """
-    temp = path.parent / f"{path.stem}.{secrets.token_hex(8)}.tmp"
+    temp = temp or path.parent / f"{path.stem}.{secrets.token_hex(8)}.tmp"
     try:
         # Whole and durable under another name first: link(2) then publishes it in one step, with its content.
         write_file(temp, data)

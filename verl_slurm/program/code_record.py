@@ -23,7 +23,8 @@ from verl_slurm.base.errors import DataError
 from verl_slurm.base.files import require_own
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.dataset.fingerprint.entries import FileDigest, parse
+from verl_slurm.dataset.fingerprint.entries import FileDigest
+from verl_slurm.dataset.fingerprint.stored_tree import recorded_tree
 
 FORMAT = 1
 # They become names of directories.
@@ -134,21 +135,11 @@ def files_of(paths: RunPaths, digest: str) -> dict[str, FileDigest]:
     Raises:
         DataError: it is missing, or not the list of this digest.
     """
-    path = paths.code_files(digest)
-    try:
-        found = parse(bounded.read_regular(path, bounded.DATA_FILES), bounded.DATA_FILES)
-    except FileNotFoundError:
-        raise _damaged("the run's copy of the code is gone", path, "no such file") from None
-    except (ValueError, RecursionError) as error:
-        raise _damaged("the list of the run's code cannot be read", path, error) from None
-    # Names come from a file: one that leads out of the copy is none of ours, whatever its digest.
-    odd = [
-        name
-        for name in found.files
-        if name.startswith("/") or ".." in name.split("/") or os.path.normpath(name) != name
-    ]
-    if found.digest != digest or odd:
-        raise _damaged("the list of the run's code was changed", path, odd[0] if odd else "another digest")
+    found = recorded_tree(paths.code, digest)
+    if found is None:
+        path = paths.code_files(digest)
+        what = "changed" if os.path.lexists(path) else "gone"
+        raise _damaged("the list of the run's code is gone, or was changed", path, what)
     return found.files
 
 

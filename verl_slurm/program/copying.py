@@ -1,25 +1,21 @@
-"""Reads a tree of code, copies it into the run, and reads the copy back. `record.py` specifies the result."""
+"""Reads a tree of code, copies it into the run, and reads the copy back. `code_record.py` specifies the result."""
 
 import hashlib
 import os
 import secrets
-import shutil
 import stat
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
-from verl_slurm.base.bounded import TooMuch, open_regular
-from verl_slurm.base.digest import num_threads
-from verl_slurm.base.errors import ConfigError, DataError, Fenced
-from verl_slurm.base.files import fsync_path, private_dir, rename, write_file, write_new
+from verl_slurm.base.errors import ConfigError, DataError
+from verl_slurm.base.files import rename
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.tree import list_tree, open_directory
-from verl_slurm.dataset.fingerprint.entries import Drift, FileDigest, Fingerprint, Kind, render, sealed
+from verl_slurm.dataset.fingerprint.entries import Drift, FileDigest, Fingerprint, Kind, sealed
 from verl_slurm.dataset.fingerprint.file_hashing import hash_files
+from verl_slurm.dataset.fingerprint.stored_tree import link_text, store_tree
 from verl_slurm.program.code_record import files_of
 
-_BLOCK = 1 << 20
 _IMPORTED = (".py", ".pyc", ".so", ".pth")
 """Ends of names that Python may import."""
 
@@ -31,7 +27,7 @@ def read_tree(root: Path, names: Sequence[str]) -> Fingerprint:
         ConfigError: one cannot be read.
     """
     try:
-        files = _read(root, names, _link_text)
+        files = _read(root, names, link_text)
         unread = next((name for name in names if name not in files), None)
         if unread is not None:
             raise FileNotFoundError(0, "it is gone, or no file any more", str(root / unread))
@@ -65,91 +61,25 @@ def _read(root: Path, names: Iterable[str], text_of: Callable[[Path, Path], str]
     return files
 
 
-def _link_text(root: Path, path: Path) -> str:
-    """Returns the text of the link's copy: within the tree it stays there, out of it it leads to the same place."""
-    text = os.readlink(path)
-    target = Path(os.path.normpath(path.parent / text))
-    if target.is_relative_to(root):
-        return os.path.relpath(target, path.parent)
-    return str(target)
-
-
 def copy_tree(paths: RunPaths, root: Path, tree: Fingerprint) -> str:
     """Copies these files into the run, and returns the digest. A copy that is there already stays if it is whole,
-    and is set aside if it is not.
+    and is set aside if it is not. The run's lock is held: no other process writes there.
 
     Args:
         tree: from `read_tree`.
 
     Raises:
-        Fenced: a file has changed since it was read.
-        OSError: no room, or no permission.
+        Fenced, OSError: as `store_tree`.
     """
-    digest = tree.digest
-    private_dir(paths.code)
-    final = paths.code_tree(digest)
+    final = paths.code_tree(tree.digest)
     if final.is_dir():
         try:
-            check_copy(paths, digest)
-            return digest
+            check_copy(paths, tree.digest)
+            return tree.digest
         except DataError:
             # Kept: it may tell what has happened to it. No name of a copy has a dot.
-            rename(final, paths.code / f"{digest}.damaged.{secrets.token_hex(4)}")
-    # Left by a submission that died. The run's lock is held: no other process writes here.
-    for left in paths.code.glob(".*.tmp"):
-        shutil.rmtree(left)
-    staging = private_dir(paths.code / f".{digest}.{secrets.token_hex(4)}.tmp")
-    try:
-        folders = {staging}
-        for name in tree.files:
-            folders |= {folder for folder in (staging / name).parents if folder.is_relative_to(staging)}
-        for folder in sorted(folders):
-            folder.mkdir(mode=0o700, exist_ok=True)
-        # Threads: each file is synced by itself, which is a round trip to a file server.
-        with ThreadPoolExecutor(num_threads()) as pool:
-            copied = pool.map(lambda name: _copy(root, staging, name, tree.files[name]), tree.files)
-            for name, is_same in zip(tree.files, copied, strict=True):
-                if not is_same:
-                    what = "the code has changed while it was copied"
-                    raise Fenced(what, where=root / name, remedy="submit again")
-        # Bottom up: a directory is synced after everything in it.
-        for folder in sorted(folders, reverse=True):
-            fsync_path(folder)
-        # Before the rename, so that no copy stands without what it is judged by.
-        write_file(paths.code_files(digest), render(tree))
-        rename(staging, final)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
-    return digest
-
-
-def _copy(root: Path, staging: Path, name: str, file: FileDigest) -> bool:
-    """Returns whether the file is what was read before."""
-    source, target = root / name, staging / name
-    digest = hashlib.sha256()
-
-    def blocks() -> Iterator[bytes]:
-        fd = open_regular(source)
-        with os.fdopen(fd, "rb", buffering=0) as opened:
-            while block := opened.read(_BLOCK):
-                digest.update(block)
-                yield block
-
-    if source.is_symlink() != (file.kind == "link"):
-        return False
-    try:
-        if file.kind == "link":
-            text = _link_text(root, source)
-            digest.update(os.fsencode(text))
-            os.symlink(text, target)
-        else:
-            write_new(target, blocks())
-            # Read-only: a program that writes into its own source fails at once, and not at the next start.
-            target.chmod(0o500 if file.kind == "program" else 0o400)
-    except (FileNotFoundError, TooMuch):  # removed, or something else by now
-        return False
-    return digest.hexdigest() == file.sha256
+            rename(final, paths.code / f"{tree.digest}.damaged.{secrets.token_hex(4)}")
+    return store_tree(paths.code, root, tree, "the code", links=True).name
 
 
 def check_copy(paths: RunPaths, digest: str) -> list[str]:

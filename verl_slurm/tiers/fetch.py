@@ -7,8 +7,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,28 +20,24 @@ from verl_slurm.base.errors import (
     TierError,
     VerlSlurmError,
 )
-from verl_slurm.base.files import fsync_path, private_dir, rename, write_file, write_new
+from verl_slurm.base.files import private_dir, rename
 from verl_slurm.base.keys import Keyring, load_keys
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.decide.storage import need_of_next
 from verl_slurm.checkpoint.format.info import Verdict
-from verl_slurm.checkpoint.format.manifest import checkpoint_order, parse
-from verl_slurm.checkpoint.format.signature import authenticate
-from verl_slurm.checkpoint.format.specification import MANIFEST, FileEntry, Manifest
+from verl_slurm.checkpoint.format.manifest import checkpoint_order
+from verl_slurm.checkpoint.format.specification import missing_parts
+from verl_slurm.checkpoint.store.copies import DirectoryPlace
 from verl_slurm.checkpoint.store.medium import room_for
-from verl_slurm.checkpoint.store.quarantine import fill, move_to_quarantine, set_aside_copies
+from verl_slurm.checkpoint.store.quarantine import move_to_quarantine, set_aside_copies
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal.events import TierFailed, TierFetched
 from verl_slurm.journal.files import append_event
-from verl_slurm.tiers.backend import Backend
-from verl_slurm.tiers.census import Memory, OpenTier, survey
-from verl_slurm.tiers.opening import open_tiers
-from verl_slurm.tiers.tier_digest import ContentCheck
-from verl_slurm.tiers.tier_layout import object_key
+from verl_slurm.tiers.run_copies import RunCopies, copy_checkpoint
+from verl_slurm.tiers.survey import Memory, OpenTier, open_tiers
 from verl_slurm.tiers.tier_plan import TierState, newest_first
-from verl_slurm.tiers.transfer import TierOrigin
 
 _FILES_AT_ONCE = 4
 _FETCH_S, _BYTES_PER_S = 600.0, 4 << 20
@@ -82,7 +77,7 @@ def fetch(
         raise NotFound("not a checkpoint's name", where=name, expected="e.g. step_000012")
     opened = open_tiers(paths, config) if tiers is None else tiers
     keys = load_keys(config.checkpoint.encryption)
-    states = survey(paths, opened, Memory.load(paths), keys)
+    states = Memory(paths, keys).survey(opened)
     tier = _fetch(paths, opened, states, name, keys)
     return Fetched(name=name, tier=tier, reasons=(_brought(name, tier),))
 
@@ -108,8 +103,8 @@ def fetch_newest(
     """
     keys = load_keys(config.checkpoint.encryption)
     opened = open_tiers(paths, config) if tiers is None else tiers
-    memory = Memory.load(paths)
-    states = survey(paths, opened, memory, keys)
+    memory = Memory(paths, keys)
+    states = memory.survey(opened)
     away = [state for state in states if not state.reachable]
     reasons = [f"tier {state.name} does not answer: {state.detail}" for state in away]
     refused = [
@@ -180,10 +175,10 @@ def _fetch(
     for state in states[1:]:
         if not any(copy.name == name and copy.usable for copy in state.copies):
             continue
-        tier = by_name[state.name]
-        assert tier.backend is not None
+        copies = by_name[state.name].copies
+        assert copies is not None
         try:
-            num_bytes = _bring(paths, tier.backend, tier.run, name, keys)
+            num_bytes = _bring(paths, copies, name, keys)
         except (VerlSlurmError, OSError) as error:
             failure = error if isinstance(error, VerlSlurmError) else _failed(final, error)
             # The next tier may have it whole.
@@ -239,106 +234,48 @@ def _failed(where: Path, error: OSError) -> TierError:
     return TierError("the checkpoint could not be written here", where=where, found=error.strerror or error)
 
 
-def _bring(paths: RunPaths, backend: Backend, run: str, name: str, keys: Keyring | None) -> int:
-    """Fetches into staging, verifies there (with keys, the signature too) and renames; returns the bytes."""
-    # The manifest first: all that follows is checked against it.
-    data = TierOrigin(backend, run, name).manifest()
-    manifest = parse(data, where=f"{name}/{MANIFEST}")
-    if manifest.name != name:
-        raise CheckpointCorrupt("the manifest is another checkpoint's", where=name, found=manifest.name)
-    if keys is not None:  # before a terabyte arrives that may not be used
-        authenticate(manifest, keys, where=f"{name}/{MANIFEST}")
+def _bring(paths: RunPaths, copies: RunCopies, name: str, keys: Keyring | None) -> int:
+    """Fetches into staging, every byte checked and read back (with keys, the signature too), and renames; returns the
+    bytes.
+    """
+    # The manifest first, and authenticated before a terabyte arrives that may not be used: all that follows is checked
+    # against it.
+    data, manifest = copies.manifest(name, keys)
+    if missing := missing_parts(manifest):
+        raise CheckpointCorrupt("a required part is not in the manifest", where=name, found=missing[0])
     private_dir(paths.checkpoints)
     final = paths.checkpoints / name
-    _require_room(paths.checkpoints, manifest)
-    # For all files together: a tier that is slow in each of thousands would pass a limit for one.
-    deadline = time.monotonic() + _FETCH_S + manifest.num_bytes / _BYTES_PER_S
-    # Damaged copies of our own with this very manifest: what the tier has lost of a file, one of them may still have.
-    copies = set_aside_copies(paths, name, data)
-
-    def bring(entry: FileEntry) -> None:
-        try:
-            _bring_file(backend, run, name, entry, inner, deadline)
-        except CheckpointCorrupt:
-            if not fill(inner, [entry], copies):  # the tier's copy and ours may be whole together
-                raise
-
-    # Inside the staging directory it has its own name already, so that `verify` can judge it before the rename.
-    outer = paths.staging(final, secrets.token_hex(8))
-    inner = outer / name
-    inner.mkdir(mode=0o700, parents=True)
-    outer.chmod(0o700)
+    # A manifest may claim any size: without a key nothing proves that it is ours.
+    need = need_of_next(manifest.num_bytes, len(manifest.files), basis="what its manifest claims", margin=0.0)
+    room = room_for(paths.checkpoints, need)
+    if room.enough is False:
+        raise NoRoom(
+            "no room for a checkpoint from a tier",
+            where=final,
+            found=room.reason,
+            remedy="make room, or name another checkpoint to fetch back",
+        )
+    # Inside the staging directory it has its own name already.
+    outer = private_dir(paths.staging(final, secrets.token_hex(8)))
     try:
-        # Sorted: a folder comes before those in it.
-        for folder in sorted({p for entry in manifest.files for p in _folders(entry.path)}):
-            (inner / folder).mkdir(mode=0o700)
-        with ThreadPoolExecutor(max_workers=_FILES_AT_ONCE, thread_name_prefix="fetch") as pool:
-            bringing = [pool.submit(bring, entry) for entry in manifest.files]
-            try:
-                for file in bringing:
-                    file.result()
-            except BaseException:
-                # Thousands of files may wait: those that have not begun are not fetched any more.
-                pool.shutdown(cancel_futures=True)
-                raise
-        # The bytes as they came, not rendered anew: the mover compares them with those in the tiers.
-        write_file(inner / MANIFEST, data)
-        for folder in sorted({p for entry in manifest.files for p in _folders(entry.path)}, reverse=True):
-            # Deepest first: the names in a directory are durable before its own.
-            fsync_path(inner / folder)
-        fsync_path(inner)
-        # Read back from the medium, although each byte was checked on its way: this copy is resumed from next.
-        verify(inner, keys=keys).require("what was fetched does not verify", inner)
+        copy_checkpoint(
+            copies,
+            RunCopies(DirectoryPlace(outer, "the run"), ""),
+            data,
+            manifest,
+            # Damaged copies of our own with this very manifest: what the tier has lost of a file, one may still have.
+            beside=[DirectoryPlace(copy, "the quarantine") for copy in set_aside_copies(paths, name, data)],
+            at_once=_FILES_AT_ONCE,
+            # For all files together: a tier that is slow in each of thousands would pass a limit for one.
+            until=time.monotonic() + _FETCH_S + manifest.num_bytes / _BYTES_PER_S,
+        )
         if os.path.lexists(final):
             there = _require_judged(final, keys)
             if there.ok:  # the run saved it while we fetched
                 return manifest.num_bytes
             move_to_quarantine(final, [str(problem) for problem in there.problems])
-        rename(inner, final)
+        rename(outer / name, final)
     finally:
         # After the rename it is an empty shell.
         shutil.rmtree(outer, ignore_errors=True)
     return manifest.num_bytes
-
-
-def _require_room(folder: Path, manifest: Manifest) -> None:
-    """Requires room for it.
-
-    Raises:
-        NoRoom: the checkpoint does not fit.
-    """
-    # A manifest may claim any size: without a key nothing proves that it is ours.
-    need = need_of_next(manifest.num_bytes, len(manifest.files), basis="what its manifest claims", margin=0.0)
-    room = room_for(folder, need)
-    if room.enough is False:
-        raise NoRoom(
-            "no room for a checkpoint from a tier",
-            where=folder / manifest.name,
-            found=room.reason,
-            remedy="make room, or name another checkpoint to fetch back",
-        )
-
-
-def _bring_file(
-    backend: Backend, run: str, name: str, entry: FileEntry, inner: Path, deadline: float
-) -> None:
-    check = ContentCheck(entry)
-    key = object_key(run, name, entry.path)
-
-    def blocks() -> Iterator[bytes]:
-        for block in backend.blocks(key):
-            if check.update(block):  # a server that never stops must not fill the disk
-                return
-            # Between two blocks: a backend bounds each of its own reads.
-            if time.monotonic() > deadline:
-                raise TierError("the tier is too slow", where=key, found=f"below {_BYTES_PER_S >> 20} MiB/s")
-            yield block
-
-    write_new(inner / entry.path, blocks())
-    problem = check.problem()
-    if problem:
-        raise CheckpointCorrupt("the tier gave back other bytes", where=key, found=problem)
-
-
-def _folders(path: str) -> list[str]:
-    return [path[:at] for at, char in enumerate(path) if char == "/"]

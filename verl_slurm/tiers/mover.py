@@ -16,22 +16,24 @@ from datetime import UTC, datetime
 
 import psutil
 
-from verl_slurm.base.errors import CheckpointCorrupt, KeyRefused, PermissionRefused, TierError, VerlSlurmError
+from verl_slurm.base.errors import (
+    CheckpointCorrupt,
+    KeyRefused,
+    PermissionRefused,
+    SchemaMismatch,
+    TierError,
+    VerlSlurmError,
+)
 from verl_slurm.base.keys import Keyring, load_keys
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.format.manifest import parse
-from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.config.changes import require_in_place
 from verl_slurm.config.checks.tiers import LOCAL_TIER
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal.events import TierCopied, TierFailed, TierRemoved, TierUnreachable
 from verl_slurm.journal.files import append_event
-from verl_slurm.tiers.backend import Backend
-from verl_slurm.tiers.census import Memory, OpenTier, local_stamp, record_of, signature_word, survey
-from verl_slurm.tiers.opening import mover_lock, open_tiers
-from verl_slurm.tiers.tier_layout import TierRecord, checkpoint_prefix, manifest_key, parse_key
+from verl_slurm.tiers.run_copies import RunCopies, copy_checkpoint
+from verl_slurm.tiers.survey import Memory, OpenTier, mover_lock, open_run, open_tiers
 from verl_slurm.tiers.tier_plan import Action, TierState, plan_tiers
-from verl_slurm.tiers.transfer import DirectoryOrigin, Origin, TierOrigin, copy_checkpoint, verify_copy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +90,7 @@ def look(paths: RunPaths, config: RunConfig, *, now: Callable[[], datetime] = _n
         keys = load_keys(config.checkpoint.encryption)
     except (KeyRefused, PermissionRefused) as error:
         unchecked = f"{error.what}: {error.where}"
-    states = survey(paths, open_tiers(paths, config), Memory.load(paths), keys)
+    states = Memory(paths, keys).survey(open_tiers(paths, config))
     return Pass(states=tuple(states), plan=tuple(plan_tiers(states, now())), unchecked=unchecked)
 
 
@@ -132,13 +134,13 @@ class _Mover:
         now: Callable[[], datetime],
         keys: Keyring | None,
     ) -> None:
-        self._paths, self._now, self._memory, self._keys = paths, now, Memory.load(paths), keys
-        self._all = tiers
-        self._tiers = {tier.config.name: tier for tier in tiers}
+        self._paths, self._now, self._memory, self._keys = paths, now, Memory(paths, keys), keys
+        self._further = tiers
+        self._tiers = {tier.config.name: tier for tier in (open_run(paths), *tiers)}
         self._witnesses: dict[tuple[str, str], list[str]] = {}
 
     def run(self) -> Pass:
-        states = survey(self._paths, self._all, self._memory, self._keys)
+        states = self._memory.survey(self._further)
         for state in states:
             if not state.reachable:
                 append_event(self._paths, TierUnreachable(state.name, state.detail))
@@ -173,110 +175,60 @@ class _Mover:
             append_event(self._paths, TierRemoved(action.name, action.tier, action.reason))
         return ActionResult(action=action, sent=sent, seconds=seconds)
 
-    # ---- copies
-
     def _copy(self, action: Action) -> int:
-        name, tier = action.name, self._tiers[action.tier]
-        backend = self._backend(action.tier)
+        name, target = action.name, self._copies(action.tier)
         if action.source == action.tier:
-            problems = self._read_back(action.tier, name)
-            if problems:
-                # The result is remembered by now, so the next pass plans to mend it.
-                raise TierError("does not verify there", where=f"{action.tier}: {name}", found=problems[0])
+            # The result is remembered by now, so the next pass plans to mend it.
+            self._require_whole(action.tier, name, "does not verify there")
             return 0
         if action.replace:
-            self._require_whole(action.source, name)  # or both would be lost
+            self._require_whole(action.source, name, "its successor does not verify")  # or both would be lost
             # The commit record first: objects of two checkpoints under one manifest must never count.
-            backend.delete(manifest_key(tier.run, name))
-            backend.forget(checkpoint_prefix(tier.run, name))  # uploads of the other one
+            target.place.delete(target.key(name))
+            target.place.forget(target.below(name))  # uploads of the other one
+        source = self._copies(action.source)
         try:
-            origin = self._origin(action.source, name)
-            copied = copy_checkpoint(origin, backend, tier.run, name, keys=self._keys)
-        except CheckpointCorrupt as error:
-            # Remembered, so that the next pass takes another source instead of the same bytes again.
-            self._condemn(action.source, name, error.one_line())
+            data, manifest = source.manifest(name, self._keys)
+            sent = copy_checkpoint(source, target, data, manifest)
+        except CheckpointCorrupt:
+            # Read back and remembered, so that the next pass takes another source instead of the same bytes again.
+            self._read_back(action.source, name)
             raise
-        record = record_of(copied.manifest, backend, tier.run, ok=True, now=self._now, keys=self._keys)
-        self._memory.set(action.tier, name, record)
-        # Every byte was read and hashed on its way, so tier 0's copy is verified. With files that were there already it
-        # was not.
-        if action.source == LOCAL_TIER and copied.sent == copied.num_bytes:
-            self._remember_local(name, ok=True)
-        return copied.sent
+        self._memory.note(self._tiers[action.tier], name, manifest, "", self._now())
+        # Every byte was read and hashed on its way, so the source's copy is verified. With files that were there
+        # already it was not.
+        if sent == manifest.num_bytes:
+            self._memory.note(self._tiers[action.source], name, manifest, "", self._now())
+        return sent
 
-    def _origin(self, source: str, name: str) -> Origin:
-        if source == LOCAL_TIER:
-            return DirectoryOrigin(self._paths.checkpoints / name)
-        return TierOrigin(self._backend(source), self._tiers[source].run, name)
-
-    def _require_whole(self, source: str, name: str) -> None:
-        if source == LOCAL_TIER:
-            verdict = verify(self._paths.checkpoints / name, keys=self._keys, threads=1)
-            # Not for a file that could not be read: that tells about the storage of now, not about the checkpoint.
-            if verdict.damaged:
-                self._remember_local(name, ok=False, detail=verdict.one_line())
-            problems = [str(problem) for problem in verdict.problems]
-        else:
-            problems = self._read_back(source, name)
-        if problems:
-            raise TierError("its successor does not verify", where=f"{source}: {name}", found=problems[0])
+    def _require_whole(self, tier: str, name: str, what: str) -> None:
+        if problems := self._read_back(tier, name):
+            raise TierError(what, where=f"{tier}: {name}", found=problems[0])
 
     def _say_refused(self, name: str, detail: str) -> None:
         """Writes one line to the journal for each unsigned checkpoint."""
-        # Once and not in every pass: what is remembered as refused was reported.
+        tier = self._tiers[LOCAL_TIER]
+        info = self._copies(LOCAL_TIER).place.stat(self._copies(LOCAL_TIER).key(name))
+        # Once and not in every pass: what is remembered as refused was reported. The stamp changes with the manifest:
+        # another refused checkpoint of that name is reported again.
         record = self._memory.get(LOCAL_TIER, name)
-        # The stamp changes with the manifest: another refused checkpoint of that name is reported again.
-        if record is None or (record.signature, record.stamp) != ("refused", local_stamp(self._paths, name)):
-            append_event(self._paths, TierFailed(LOCAL_TIER, name, "copy", detail))
-            self._remember_local(name, ok=False, detail=detail)
-
-    def _condemn(self, source: str, name: str, detail: str) -> None:
-        """Records that a source does not hold what its manifest says; nothing is copied from it again."""
-        if source == LOCAL_TIER:
-            self._remember_local(name, ok=False, detail=detail)
-        else:
-            self._read_back(source, name)
-
-    def _remember_local(self, name: str, *, ok: bool, detail: str = "") -> None:
-        try:
-            manifest = read_manifest(self._paths.checkpoints / name)
-        except (OSError, VerlSlurmError):
+        if info is None or (
+            record is not None and (record.signature, record.stamp) == ("refused", info.stamp)
+        ):
             return
-        record = TierRecord(
-            digest=manifest.digest,
-            epoch=manifest.epoch,
-            created_utc=manifest.created_utc,
-            stamp=local_stamp(self._paths, name),
-            num_bytes=manifest.num_bytes,
-            num_objects=len(manifest.files),
-            ok=ok,
-            checked_utc=self._now().strftime("%Y-%m-%dT%H:%M:%SZ"),
-            detail=detail[:500],
-            signature=signature_word(manifest, self._keys),
-        )
-        self._memory.set(LOCAL_TIER, name, record)
+        append_event(self._paths, TierFailed(LOCAL_TIER, name, "copy", detail))
+        self._memory.note(tier, name, self._copies(LOCAL_TIER).manifest(name)[1], detail, self._now())
 
-    def _read_back(self, tier_name: str, name: str) -> list[str]:
+    def _read_back(self, tier: str, name: str) -> list[str]:
         """Reads every byte of a checkpoint in a tier, and records the result."""
-        tier, backend = self._tiers[tier_name], self._backend(tier_name)
-        problems = verify_copy(backend, tier.run, name, keys=self._keys)
+        copies = self._copies(tier)
+        problems = copies.problems(name, keys=self._keys)
         try:
-            parsed = parse(TierOrigin(backend, tier.run, name).manifest(), where=name)
-        except VerlSlurmError:
-            # No manifest that parses: there is nothing that a record could be compared with.
-            self._memory.set(tier_name, name, None)
-            return problems
-        detail = problems[0] if problems else ""
-        self._memory.set(
-            tier_name,
-            name,
-            record_of(
-                parsed, backend, tier.run, ok=not problems, now=self._now, keys=self._keys, detail=detail
-            ),
-        )
+            manifest = copies.manifest(name)[1]
+        except (CheckpointCorrupt, SchemaMismatch):
+            manifest = None  # there is nothing that a record could be compared with
+        self._memory.note(self._tiers[tier], name, manifest, problems[0] if problems else "", self._now())
         return problems
-
-    # ---- removals
 
     def _remove(self, action: Action) -> int:
         for witness in action.witnesses:
@@ -291,33 +243,22 @@ class _Mover:
                     found=self._witnesses[witness][0],
                     remedy="the next pass mends it where it can",
                 )
-        tier, backend = self._tiers[action.tier], self._backend(action.tier)
-        backend.delete(manifest_key(tier.run, action.name))
-        self._memory.set(action.tier, action.name, None)
-        # The manifest is gone, so a death from here on leaves a checkpoint that does not exist.
-        prefix = checkpoint_prefix(tier.run, action.name)
-        for info in list(backend.list(prefix)):
-            # Keys of another form were not made by us, and stay.
-            if parse_key(tier.run, info.key) is not None:
-                backend.delete(info.key)
+        self._copies(action.tier).remove(action.name)
+        self._memory.note(self._tiers[action.tier], action.name, None, "", self._now())
         return 0
 
-    def _forget(self, tier_name: str, plan: Sequence[Action]) -> None:
+    def _forget(self, tier: str, plan: Sequence[Action]) -> None:
         """Abandons uploads of checkpoints that no pass copies any more."""
         # Parts of an upload cost money until it is aborted. Those that this pass has not finished are continued.
-        tier = self._tiers[tier_name]
-        wanted = [
-            checkpoint_prefix(tier.run, action.name)
-            for action in plan
-            if action.tier == tier_name and action.kind == "copy"
-        ]
+        copies = self._copies(tier)
+        wanted = [copies.below(a.name) for a in plan if a.tier == tier and a.kind == "copy"]
         try:
-            self._backend(tier_name).forget(tier.run, wanted)
+            copies.place.forget(copies.prefix, wanted)
         # Uploads that stay cost money, not data: the pass is a success all the same.
         except TierError as error:
-            append_event(self._paths, TierFailed(tier_name, what="forget", problem=error.one_line()))
+            append_event(self._paths, TierFailed(tier, what="forget", problem=error.one_line()))
 
-    def _backend(self, name: str) -> Backend:
-        backend = self._tiers[name].backend
-        assert backend is not None, "only reachable tiers have actions"
-        return backend
+    def _copies(self, name: str) -> RunCopies:
+        copies = self._tiers[name].copies
+        assert copies is not None, "only reachable tiers have actions"
+        return copies

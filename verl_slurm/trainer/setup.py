@@ -22,6 +22,7 @@ from verl_slurm.base.keys import Keyring, load_keys
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.specification import Manifest
 from verl_slurm.checkpoint.format.state_schema import SchemaVersion, current_schema
+from verl_slurm.checkpoint.store.frozen import FrozenCopies
 from verl_slurm.config.roles import trained_roles
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dataset.fingerprint.data_record import (
@@ -66,7 +67,6 @@ from verl_slurm.trainer.rollout.engines import RolloutEngine, build_engine
 from verl_slurm.trainer.rollout.records import RolloutRecorder, SampleLog
 from verl_slurm.trainer.save_pace import SavePace
 from verl_slurm.trainer.saving import Checkpointer, live_tensors
-from verl_slurm.trainer.state.frozen_copies import FrozenCopies
 from verl_slurm.trainer.state.orchestration import check_or_write, describe, moved, topology_of
 from verl_slurm.trainer.state.pinned_model import pinned_model
 from verl_slurm.trainer.state.position import Position, StepShape
@@ -240,7 +240,12 @@ def _begin(
     local_rank: int,
 ) -> _Start:
     """Checks inputs and checkpoint, and reads no tensor."""
-    copies = FrozenCopies(paths, session)
+
+    def tell(text: str) -> None:
+        session.notice(text, topic="frozen", loud=True)
+        console.complain(text)
+
+    copies = FrozenCopies(paths, tell)
     # Before anything is loaded: a missing key is told at once.
     keys = load_keys(config.checkpoint.encryption)
     # For a run that begins, and for a rank that its checkpoint does not have. Others get their generators back.

@@ -1,38 +1,36 @@
 """Stores models that do not train (reference, reward) once by content, and checks them: `RUN/frozen/<digest>/`.
 
 Every checkpoint names them by digest and holds no copy. The first start makes the copy from what it has just read and
-hashed. The copy is complete once it has its name: written aside, fsynced, hashed again, renamed. So a run can always be
-restored, even if its original model directory is gone. Every start reads the copy back from the medium, every byte. A
-damaged copy moves to RUN/frozen/quarantine, and a new one is made while the model is still unchanged.
+hashed (`dataset/fingerprint/stored_tree.py`). So a run can always be restored, even if its original model directory is
+gone. Every start reads the copy back from the medium, every byte. A damaged copy moves to RUN/frozen/quarantine, and a
+new one is made while the model is still unchanged.
 
-The name is the digest of the model's tree as it was read, links told from files. A copy has no links, so a record
-beside it describes the original tree (`<digest>.json`, a `Fingerprint` that has that digest: it proves itself). A copy
-older than these records is judged by what the caller has just seen of the source, or by its own tree, which is the same
-if the source had no links. Otherwise it cannot be judged, and the verdict says so.
+The name is the digest of the model's tree as it was read, links told from files. A copy has no links, so the record
+beside it describes the original tree; without that record it cannot be judged, and the verdict says so.
 """
 
 import errno
 import hashlib
 import os
 import re
-import secrets
-import shutil
+import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from verl_slurm.base import bounded
-from verl_slurm.base.errors import DataError
-from verl_slurm.base.files import fsync_path, private_dir, rename, write_file
+from verl_slurm.base.errors import VerlSlurmError
+from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.tree import list_tree, names_in, open_below, open_directory
 from verl_slurm.checkpoint.format.info import Problem, Verdict
 from verl_slurm.checkpoint.store.quarantine import move_to_quarantine
-from verl_slurm.dataset.fingerprint.data_record import FileDigest, Fingerprint, fingerprint
-from verl_slurm.dataset.fingerprint.entries import parse, render, sealed
+from verl_slurm.dataset.fingerprint.data_record import Fingerprint
+from verl_slurm.dataset.fingerprint.stored_tree import record_tree, recorded_tree, store_tree
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _BLOCK = 4 << 20
+_STORED_AT_ONCE, _READ_AT_ONCE = 1 << 30, 16 << 20
+"""Bytes of copies that a start waits for: until they are made, and until they are read back."""
 _Contents = dict[str, tuple[int, str]]
 """Path → size and SHA-256; an empty directory's is empty."""
 
@@ -43,21 +41,11 @@ def frozen_digests(paths: RunPaths) -> list[str]:
     return sorted(n for n in names if _DIGEST.fullmatch(n) and (paths.frozen / n).is_dir())
 
 
-def record_frozen(paths: RunPaths, seen: Fingerprint) -> None:
-    """Records the expected content of the copy of that digest, durably; does nothing if the record exists."""
-    # Written once: the record proves itself by its digest, and the source may have changed since.
-    if recorded_model(paths, seen.digest) is None:
-        write_file(_record_path(paths, seen.digest), render(seen))
-
-
-def check_frozen(
-    paths: RunPaths, digest: str, *, seen: Fingerprint | None = None, bytes_per_s: float | None = None
-) -> Verdict:
+def check_frozen(paths: RunPaths, digest: str, *, bytes_per_s: float | None = None) -> Verdict:
     """Reads one copy back. Runs at every start.
 
     Args:
         digest: its name.
-        seen: the present fingerprint of the source; counts if it has that digest.
         bytes_per_s: read no faster; None: no limit.
 
     Returns:
@@ -72,16 +60,17 @@ def check_frozen(
             found[path] = (size, sha256)
     except OSError as error:
         problems.append(_unreadable(".", error))
-    expected = _expected(paths, digest, seen)
-    if expected is not None:
+    record = recorded_tree(paths.frozen, digest)
+    if record is None:
+        # Kind `version`, not `damaged`: the copy may be whole, and must not be moved.
+        what = "its record is gone or was changed: not to be judged"
+        problems.append(Problem(path=".", what=what, kind="version"))
+    else:
         # A file that could not be read is reported as that. Calling it missing as well would make the copy look
         # damaged, and it would be set aside.
         unread = {problem.path for problem in problems}
+        expected = {path: (entry.size, entry.sha256) for path, entry in record.files.items()}
         problems += _differences(expected, found, unread)
-    elif not problems and _digest_of(found) != digest:
-        # Kind `version`, not `damaged`: an old copy of a model with links may be whole, and must not be moved.
-        what = "not its own tree's digest, and nothing says which of its files were links: not to be judged"
-        problems.append(Problem(path=".", what=what, kind="version"))
     return Verdict(
         name=f"frozen/{digest}",
         ok=not problems,
@@ -139,43 +128,11 @@ def _differences(expected: _Contents, found: _Contents, unread: set[str]) -> lis
     return problems
 
 
-def _expected(paths: RunPaths, digest: str, seen: Fingerprint | None) -> _Contents | None:
-    # What was hashed just now outweighs a file that lies beside the copy.
-    known = seen if seen is not None and seen.digest == digest else recorded_model(paths, digest)
-    if known is None:
-        return None
-    return {path: (entry.size, entry.sha256) for path, entry in known.files.items()}
-
-
-def recorded_model(paths: RunPaths, digest: str) -> Fingerprint | None:
-    """Returns the record; None if it is missing or does not have the digest."""
-    try:
-        data = bounded.read_regular(_record_path(paths, digest), bounded.FINGERPRINT)
-        record = parse(data, bounded.FINGERPRINT)
-        return record if record.digest == digest else None
-    # No record is no fault: the copy itself is checked.
-    except (OSError, ValueError, RecursionError):
-        return None
-
-
 def lacking_file(paths: RunPaths, digest: str, tree: Path) -> str:
     """Returns a file of the recorded model that `tree` has not; empty: it has all, or there is no record."""
-    record = recorded_model(paths, digest)
+    record = recorded_tree(paths.frozen, digest)
     names = record.files if record is not None else ()
     return next((str(tree / name) for name in names if not os.path.lexists(tree / name)), "")
-
-
-def _digest_of(found: _Contents) -> str:
-    return sealed(
-        {
-            path: FileDigest(size=size, sha256=sha256, kind="file" if sha256 else "directory")
-            for path, (size, sha256) in found.items()
-        }
-    ).digest
-
-
-def _record_path(paths: RunPaths, digest: str) -> Path:
-    return paths.frozen / f"{digest}.json"
 
 
 def store_frozen(
@@ -191,72 +148,21 @@ def store_frozen(
         notice: called with one line about a copy that does not match its name.
 
     Raises:
-        DataError: the copy does not hash to it: the model is being changed, or a disk returns wrong bytes.
+        Fenced: the model is being changed.
         OSError: no room, or no permission.
     """
     private_dir(paths.frozen)  # before anything in it is examined: it is no link, and ours
     final = paths.frozen / seen.digest
-    if final.is_dir() and not _set_aside_damaged(paths, seen.digest, seen, notice, "it is stored anew"):
-        # Before the rename, so that no copy stands without what it is judged by.
-        record_frozen(paths, seen)  # older copies have none
-        return final
-    for left in paths.frozen.glob(".*.tmp"):  # left by a start that died; no other process may write here
-        # Before the copy: frozen models are large, and leftovers of several deaths would fill the disk.
-        shutil.rmtree(left)
-    # Under a name that no reader takes for a copy until it is whole.
-    staging = paths.frozen / f".{seen.digest}.{secrets.token_hex(8)}.tmp"
-    try:
-        # Links are followed: Hugging Face's cache consists of them, and their targets are the content.
-        shutil.copytree(source, staging, copy_function=shutil.copyfile)
-        # Bottom up: a directory is synced after everything in it.
-        for folder, _, files in os.walk(staging, topdown=False):
-            for name in files:
-                path = Path(folder, name)
-                path.chmod(0o600)
-                fsync_path(path)
-            Path(folder).chmod(0o700)
-            fsync_path(Path(folder))
-        # Not the tree's digest: that also tells links from files, and the copy has no links.
-        copied = fingerprint(staging).files
-        different = [name for name, entry in seen.files.items() if _sha256(copied, name) != entry.sha256]
-        if different or len(copied) != len(seen.files):
-            raise DataError(
-                "the copy of a model that does not train is not what was read",
-                where=source,
-                found=f"{len(copied)} files, of which {len(different)} differ: {', '.join(different[:3])}",
-                expected=f"the {len(seen.files)} files of {seen.digest}",
-                remedy="start again when nobody writes to the model's directory",
-            )
-        record_frozen(paths, seen)
-        rename(staging, final)
-    except BaseException:
-        # The error that led here is the one to report.
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
-    return final
+    if final.is_dir():
+        record_tree(paths.frozen, seen)  # a record that is lost
+        if not _set_aside_damaged(paths, seen.digest, notice, "it is stored anew"):
+            return final
+    return store_tree(paths.frozen, source, seen, "a model that does not train", links=False)
 
 
-def read_back_others(paths: RunPaths, seen: Collection[str], *, notice: Callable[[str], None]) -> None:
-    """Reads back the copies of models that the run does not start with now: they may be the last copies. Runs on rank
-    0.
-
-    Args:
-        seen: digests of the models that it starts with; `store_frozen` checks these.
-        notice: as in `store_frozen`.
-    """
-    for digest in frozen_digests(paths):
-        # A checkpoint of before a change of model still names the other one, whose directory may be gone.
-        if digest not in seen:
-            _set_aside_damaged(
-                paths, digest, None, notice, "the model it was made of is not what the run starts with now"
-            )
-
-
-def _set_aside_damaged(
-    paths: RunPaths, digest: str, seen: Fingerprint | None, notice: Callable[[str], None], then: str
-) -> bool:
+def _set_aside_damaged(paths: RunPaths, digest: str, notice: Callable[[str], None], then: str) -> bool:
     """Returns whether the copy was damaged, and is in quarantine now."""
-    verdict = check_frozen(paths, digest, seen=seen)
+    verdict = check_frozen(paths, digest)
     if verdict.ok:
         return False
     # Left in place: the storage may give it at the next start, and it may be the last copy.
@@ -270,6 +176,74 @@ def _set_aside_damaged(
     return True
 
 
-def _sha256(files: Mapping[str, FileDigest], name: str) -> str:
-    entry = files.get(name)
-    return "" if entry is None else entry.sha256
+class FrozenCopies:
+    """Stores the copies of one run, and reads them back, beside the training: rank 0's work.
+
+    A failure is reported, and the next start tries again. What a start does not wait for begins with `begin`: until
+    then the disk and the cores are the start's.
+
+    Args:
+        notice: called with one line, from any thread.
+    """
+
+    def __init__(self, paths: RunPaths, notice: Callable[[str], None]) -> None:
+        self._paths, self._notice = paths, notice
+        # One at a time: each cleans up RUN/frozen.
+        self._alone = threading.Lock()
+        self._begun, self._waiting = False, list[Callable[[], None]]()
+
+    def store(self, models: dict[Path, Fingerprint]) -> None:
+        """Copies small models at once, and large ones while the training runs."""
+
+        def work() -> None:
+            for model, seen in models.items():
+                try:
+                    store_frozen(self._paths, model, seen, notice=self._notice)
+                # A copy is a precaution. Storage that refuses it must not keep the run from training.
+                except (OSError, VerlSlurmError) as error:
+                    self._notice(f"no copy of {model} in {self._paths.frozen}: {error}")
+
+        there = all((self._paths.frozen / seen.digest).is_dir() for seen in models.values())
+        at_once = _READ_AT_ONCE if there else _STORED_AT_ONCE
+        self._do(work, at_once=sum(seen.num_bytes for seen in models.values()) <= at_once)
+
+    def read_back(self, used: set[str]) -> None:
+        """Reads back the copies that this start does not use, which may be the last ones; `used` holds the digests of
+        the others."""
+        size = sum(path.stat().st_size for path in self._paths.frozen.rglob("*") if path.is_file())
+        then = "the model it was made of is not what the run starts with now"
+
+        def work() -> None:
+            try:
+                for digest in frozen_digests(self._paths):
+                    # A checkpoint of before a change of model still names the other one, whose directory may be gone.
+                    if digest not in used:
+                        _set_aside_damaged(self._paths, digest, self._notice, then)
+            except OSError as error:
+                self._notice(f"{self._paths.frozen} could not be read back: {error}")
+
+        self._do(work, at_once=size <= _READ_AT_ONCE)
+
+    def begin(self) -> None:
+        """Starts what has waited. Call it when the training begins."""
+        self._begun = True
+        for work in self._waiting:
+            self._start(work)
+        self._waiting.clear()
+
+    def _do(self, work: Callable[[], None], *, at_once: bool) -> None:
+        if at_once:
+            with self._alone:
+                work()
+        elif self._begun:
+            self._start(work)
+        else:
+            self._waiting.append(work)
+
+    def _start(self, work: Callable[[], None]) -> None:
+        def alone() -> None:
+            with self._alone:
+                work()
+
+        # A daemon thread: the end of a run does not wait for a copy, and the next start makes it.
+        threading.Thread(target=alone, name="frozen", daemon=True).start()

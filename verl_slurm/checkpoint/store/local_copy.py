@@ -25,6 +25,7 @@ import os
 import shutil
 import socket
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +40,7 @@ from verl_slurm.checkpoint.format.info import Verdict
 from verl_slurm.checkpoint.format.manifest import checkpoint_order, render
 from verl_slurm.checkpoint.format.specification import MANIFEST, STAGING_NAME, Manifest
 from verl_slurm.checkpoint.store.chunks import Reading, read_checked
+from verl_slurm.checkpoint.store.copies import DirectoryPlace
 from verl_slurm.checkpoint.store.quarantine import fill, set_aside_copies
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 
@@ -189,7 +191,7 @@ def send_home(part: LocalPart, paths: RunPaths) -> Path:
     Parts of one checkpoint meet in one directory: its nonce is the manifest's digest.
 
     Raises:
-        OSError: a disk refuses.
+        TierError: a disk refuses.
     """
     # So nodes meet in one directory without talking, and parts of another save of the same name do not.
     nonce = (part.manifest.digest or "")[:_NONCE_HEX]
@@ -198,22 +200,13 @@ def send_home(part: LocalPart, paths: RunPaths) -> Path:
     private_dir(paths.checkpoints)
     private_dir(target)
     # A file that the manifest does not name would make the whole directory fail its verification.
-    ours = {entry.path for entry in part.manifest.files} | {MANIFEST}
-    names = sorted(ours & files_below(part.path).keys())
-    for name in names:
-        to = target / name
-        to.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Several nodes write the same bytes, so by rename: a reader never finds half of it.
-        if name == MANIFEST:
-            # Several nodes write the same one.
-            write_file(to, read_regular(part.path / name, bounded.MANIFEST))
-            continue
-        shutil.copyfile(part.path / name, to, follow_symlinks=False)
-        to.chmod(0o600)
-        fsync_path(to)
-    # Files first, then folders: `assemble` on another node relies on what is durable here.
-    for folder in sorted({(target / name).parent for name in names}, reverse=True):
-        fsync_path(folder)
+    ours = {entry.path: entry for entry in part.manifest.files}
+    source, home = DirectoryPlace(part.path, "the node's disk"), DirectoryPlace(target, "the run")
+    for path in sorted(ours.keys() & files_below(part.path).keys()):
+        # Not checked here: where the bytes are wrong, `assemble` finds it, and another copy may have the file.
+        home.put(path, ours[path], partial(source.read, path))
+    # Several nodes write the same one, so by rename: a reader never finds half of it.
+    write_file(target / MANIFEST, read_regular(part.path / MANIFEST, bounded.MANIFEST))
     return target
 
 

@@ -12,22 +12,21 @@ counts, like any other copy.
 import os
 import re
 import secrets
-import stat
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from verl_slurm.base.bounded import RECORD, decode_json, read_regular
-from verl_slurm.base.errors import UNREADABLE
-from verl_slurm.base.files import fsync_path, private_dir, rename, write_file, write_new
+from verl_slurm.base.errors import UNREADABLE, CheckpointCorrupt, TierError
+from verl_slurm.base.files import fsync_path, private_dir, rename, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.tree import open_below, open_directory
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
-from verl_slurm.checkpoint.format.specification import CHUNK_BYTES, MANIFEST, STAGING_NAME, FileEntry
-from verl_slurm.checkpoint.store.chunks import hash_file
+from verl_slurm.checkpoint.format.specification import MANIFEST, STAGING_NAME, FileEntry
+from verl_slurm.checkpoint.store.copies import DirectoryPlace, copy_file
 
 _RECORD = ".reason.json"
 _MAX_NAME = 255
@@ -143,31 +142,13 @@ def fill(directory: Path, wanted: Iterable[FileEntry], copies: Sequence[Path]) -
     verify, and the next sweep removes it.
 
     Returns:
-        The paths that were replaced. A file stays as it was if no copy has it, or if the storage refuses.
+        The paths that were replaced; no copy has the others, or the storage refuses.
     """
-    return [entry.path for entry in wanted if any(_take(directory, entry, copy) for copy in copies)]
-
-
-def _take(directory: Path, entry: FileEntry, copy: Path) -> bool:
-    to = directory / entry.path
-    # Aside: `to` keeps its bytes until better ones are proven.
-    half = to.with_name(f".fill.{secrets.token_hex(4)}")
-    try:
-        with open_directory(copy) as root, open_below(root, entry.path) as source:
-            info = os.fstat(source)
-            # The size first, since a copy in quarantine may be damaged in any way, and be a hole of any size.
-            if not stat.S_ISREG(info.st_mode) or info.st_size != entry.size:
-                return False
-            to.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_new(half, iter(partial(os.read, source, CHUNK_BYTES), b""))
-        with half.open("rb") as file:
-            # Hash what was written, not what was read before: the source may change meanwhile.
-            found = hash_file(file.fileno(), entry.path)
-        if (found.size, found.sha256) == (entry.size, entry.sha256):
-            # Durable before the next file, so that a crash leaves each file old or new.
-            rename(half, to)
-            return True
-    except OSError:
-        pass  # this copy lacks it, too, or there is no room: the verdict stays
-    half.unlink(missing_ok=True)
-    return False
+    places = [DirectoryPlace(copy, "the quarantine") for copy in copies]
+    target, filled = DirectoryPlace(directory, "the run"), []
+    for entry in wanted:
+        # A copy in quarantine may be damaged in any way: every byte is checked on its way, and read back.
+        with suppress(CheckpointCorrupt, TierError):
+            copy_file([(place, entry.path) for place in places], (target, entry.path), entry)
+            filled.append(entry.path)
+    return filled

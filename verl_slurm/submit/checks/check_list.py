@@ -48,7 +48,7 @@ from verl_slurm.submit.checks.verl import check_verl
 from verl_slurm.submit.executor import render_script
 from verl_slurm.submit.relative_paths import Places, value_of
 from verl_slurm.submit.submission_plan import Cluster, SubmissionPlan, reshaped, why_done
-from verl_slurm.tiers.opening import namesakes
+from verl_slurm.tiers.survey import namesakes
 from verl_slurm.verl.verl_inputs import data_of
 from verl_slurm.wire.http import read_token
 

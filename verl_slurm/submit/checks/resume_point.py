@@ -16,7 +16,6 @@ from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.tree import files_below
 from verl_slurm.checkpoint.format.info import CheckpointInfo, Verdict
-from verl_slurm.checkpoint.store.frozen import recorded_model
 from verl_slurm.checkpoint.store.lost import (
     former_checkpoint,
     found_elsewhere,
@@ -29,6 +28,7 @@ from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.config.reward_spec import parse_reward, source_file
 from verl_slurm.config.schema import BUILTIN, RunConfig
 from verl_slurm.dataset.fingerprint.data_record import fingerprint
+from verl_slurm.dataset.fingerprint.stored_tree import recorded_tree
 from verl_slurm.journal.files import read_history
 from verl_slurm.wire.reward_plan import read_reward_plan
 
@@ -151,7 +151,7 @@ def _changed(paths: RunPaths, tree: Path, digest: str) -> str | None:
         return None
     try:
         sizes = {path: info.st_size for path, info in files_below(tree, follow=True).items()}
-        record = recorded_model(paths, digest)
+        record = recorded_tree(paths.frozen, digest)
         # First: it names the file.
         for path, entry in record.files.items() if record is not None else ():
             if entry.kind == "file" and sizes.get(path) != entry.size:
