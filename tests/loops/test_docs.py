@@ -9,6 +9,7 @@ import torch
 
 from tests.harness import ROOT
 from tests.processes import captured
+from verl_slurm.checkpoint.inspect.describe import describe
 from verl_slurm.config.load import load
 
 TEXT = (ROOT / "docs/guests.md").read_text()
@@ -56,3 +57,5 @@ def test_the_command_by_hand_trains_saves_and_its_weights_are_read_as_the_page_s
     weights = names["weights"]
     assert isinstance(weights, dict)
     assert weights["model/0.weight"].shape == (64, 1)
+    facts = describe(tmp_path / "run/checkpoints/step_000003")
+    assert [domain["tensors"] for domain in facts["domains"]] == [len(weights), 0]

@@ -40,8 +40,7 @@ def decode(data: bytes, *, where: object = "runtime state") -> RuntimeState:
         CheckpointCorrupt: it is not whole, not canonical, too large, or of another version.
     """
     head, arrays = unpack(data, StateHead, where=where)
-    groups = _by_group(arrays, where)
-    return RuntimeState(**_of_head(head), **groups)
+    return RuntimeState(**_of_head(head) | _by_group(arrays, where))
 
 
 def peek(data: bytes, *, where: object) -> tuple[StateHead, dict[str, dict[str, list[int]]]]:
