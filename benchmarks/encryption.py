@@ -137,10 +137,11 @@ def main() -> None:
     for name, measured in speeds.items():
         low, middle, high = min(measured), statistics.median(measured), max(measured)
         print(f"{name:<7} {middle:6.2f} GB/s of one core   ({low:.2f} to {high:.2f})")
-    first, last = (view[:SEALED_CHUNK_BYTES] for view in (plain, out))
+    one, sealed_one = (view[:SEALED_CHUNK_BYTES] for view in (plain, out))
+    its_tags = _seal(key, one, sealed_one)
     for name, work in (
-        ("seal", lambda: _seal(key, first, last)),
-        ("open", lambda: _open(key, last, tags[:1], back[:SEALED_CHUNK_BYTES])),
+        ("seal", lambda: _seal(key, one, sealed_one)),
+        ("open", lambda: _open(key, sealed_one, its_tags, back[:SEALED_CHUNK_BYTES])),
     ):
         took, longest = min((_pause(work) for _ in range(options.rounds)), key=lambda pair: pair[1])
         print(f"{name:<7} one call of {took * 1e3:.1f} ms, pause of another thread {longest * 1e3:.2f} ms")

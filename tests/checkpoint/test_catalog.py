@@ -15,6 +15,7 @@ Save = Callable[..., Path]
 def test_entries_are_classed_and_the_newest_comes_first(
     save: Save, staged: Callable[..., object], paths: RunPaths
 ) -> None:
+    assert list_checkpoints(paths) == [], "no directory"
     for step, safe_point in ((2, 0), (10, 0), (2, 11), (3, 0), (4, 0)):
         save(step, safe_point)
     (paths.checkpoint(3) / "manifest.json").write_bytes(b"{}")
@@ -38,10 +39,6 @@ def test_entries_are_classed_and_the_newest_comes_first(
     newest = list_checkpoints(paths)[0]
     assert (newest.attempt, newest.world_size, newest.phase) == (1, 2, "step_end")
     assert newest.num_bytes > 0
-
-
-def test_no_directory_is_an_empty_catalog(paths: RunPaths) -> None:
-    assert list_checkpoints(paths) == []
 
 
 @pytest.mark.parametrize("moment", ["before it is looked at", "before it is opened"])

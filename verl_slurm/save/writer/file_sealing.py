@@ -1,9 +1,9 @@
 """Encryption of a save: the arena's bytes on their way to each medium, and a rank's small files.
 
 Each medium has a ring of buffers of its own, into which the arena is sealed for it: so none waits for another, whatever
-its storage does, and no plaintext leaves the arena. To seal a chunk once more costs a ninth of hashing it. The result
-must be the same: a chunk whose tag differs from its first one is refused (`ChunkSealer.seal_into`), so a nonce serves
-for one text however many media there are. The digests are taken once.
+its storage does, and no plaintext leaves the arena. To seal a chunk once more costs a fifth to a ninth of hashing it.
+The result must be the same: a chunk whose tag differs from its first one is refused (`ChunkSealer.seal_into`). So a
+nonce serves for one text however many media there are. The digests are taken once.
 """
 
 import hashlib
