@@ -47,11 +47,8 @@ class ActionResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """The survey, plan and results of a pass; `done` has the copies and removals, in order.
-
-    Attributes:
-        unchecked: for a look: why no signature was checked, though the run has a key.
-    """
+    """The survey, plan and results of a pass; `done` has the copies and removals, in order; `unchecked` tells, of a
+    look, why no signature was checked though the run has a key."""
 
     states: tuple[TierState, ...]
     plan: tuple[Action, ...]

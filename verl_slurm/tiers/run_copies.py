@@ -157,8 +157,7 @@ def copy_checkpoint(
             justify the removal of others.
         beside: further places with files of this very checkpoint, by their own paths: what `source` has damaged, one of
             them may have.
-        at_once: number of files.
-        until: as of `copies.copy_file`.
+        at_once, until: number of files; as of `copies.copy_file`.
 
     Raises:
         CheckpointCorrupt: the source does not hold what its manifest says; the target has no commit record then.

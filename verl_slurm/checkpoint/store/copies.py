@@ -68,8 +68,8 @@ class CopyPlace(Protocol):
         ...
 
     def read(self, key: str, offset: int = 0, size: int | None = None) -> Iterator[bytes]:
-        """Yields bytes of an object in order, from the medium and not from memory; None: to its end. Beyond the end
-        there are none. No such object: TierError."""
+        """Yields bytes of an object in order, from the medium and not from memory; none beyond its end. No such object:
+        TierError."""
         ...
 
     def put(self, key: str, entry: FileEntry, source: Source) -> int:
