@@ -10,10 +10,8 @@ from tests.daemon.test_second_copy import (
     Node,
     node as node,  # a fixture
 )
-from tests.journals import read_events
-from tests.local_runs import finish, lead, prepared
-from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.checkpoint.format.specification import MANIFEST
+from verl_slurm.checkpoint.store.verify import verify
 
 pytestmark = pytest.mark.scenario("FLT-H03")
 
@@ -27,31 +25,6 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
 
 
-@pytest.mark.long
-@pytest.mark.torch
-def test_a_run_goes_on_from_what_two_damaged_copies_have_together(short_dir: Path) -> None:
-    local = short_dir / "nvme"
-    local.mkdir(mode=0o700)
-    run = prepared(short_dir / "run", f"checkpoint.local_dir={local}", "checkpoint.every_steps=1")
-    first = lead(run)
-    assert finish(first) == ExitCode.OK
-    newest = "step_000002"
-    before = {p.name: p.read_bytes() for p in (run.checkpoints / newest).rglob("*.bin")}
-    flip(run.checkpoints / newest / "actor/rank_0000.bin")
-    (critic,) = local.glob(f"*/*/{newest}/critic/rank_0000.bin")
-    cut(critic)
-    again = lead(run)
-    assert finish(again) == ExitCode.OK
-    # All steps are done, so the checkpoint is verified and no rank is started.
-    resumed = [event["name"] for event in read_events(run) if event["event"] == "done"]
-    assert resumed == [newest], [e for e in read_events(run) if e["event"] in ("resume", "second_copy")]
-    assert before == {p.name: p.read_bytes() for p in (run.checkpoints / newest).rglob("*.bin")}
-    (aside,) = [path for path in run.quarantine.iterdir() if path.is_dir()]
-    assert aside.name.startswith(newest)
-    told = [event["reason"] for event in read_events(run) if event["event"] == "second_copy"]
-    assert "1 files are from the copy in quarantine" in told[-1]
-
-
 def damaged_twice(node: Node) -> Path:
     """Step 20 as the node has it, damaged; and in quarantine with another damage. Gives that one."""
     aside = node.paths.quarantine / "step_000020.0123abcd"
@@ -59,6 +32,13 @@ def damaged_twice(node: Node) -> Path:
     flip(aside / "critic/__0_0.distcp")
     cut(node.directory / "step_000020" / "actor/__0_0.distcp")
     return aside
+
+
+def test_what_two_damaged_copies_have_together_comes_home(node: Node) -> None:
+    damaged_twice(node)
+    (line,) = node.bring_home()
+    assert "1 files are from the copy in quarantine" in line
+    assert verify(node.paths.checkpoint(20)).ok
 
 
 def test_a_copy_with_another_manifest_gives_nothing(node: Node) -> None:

@@ -377,9 +377,7 @@ def create_file(path: Path, data: bytes, *, temp: Path | None = None) -> bool:
 
     One of several callers wins, on POSIX and on NFS, and no reader sees a half-written file: it is linked to its name
     (link(2)). A file system without links gets the name first and the content then, so a reader may find it empty.
-
-    Args:
-        temp: the unguessable name beside it that the content has first; None: one is made.
+    Before that it is at `temp`, an unguessable name beside it; None: one is made.
     """
     temp = temp or path.parent / f"{path.stem}.{secrets.token_hex(8)}.tmp"
     try:

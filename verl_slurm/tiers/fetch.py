@@ -46,12 +46,7 @@ _FETCH_S, _BYTES_PER_S = 600.0, 4 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Fetched:
-    """Result of a fetch.
-
-    Attributes:
-        name: None: no tier has anything.
-        tier: its source; empty: it was in the run already, whole.
-    """
+    """Result of a fetch. Without a name no tier has anything; with an empty `tier` it was in the run already, whole."""
 
     name: str | None
     tier: str = ""
@@ -61,10 +56,8 @@ class Fetched:
 def fetch(
     paths: RunPaths, config: RunConfig, name: str, *, tiers: Sequence[OpenTier] | None = None
 ) -> Fetched:
-    """Brings checkpoint `name` into the run's own directory, from the nearest tier that has it whole.
-
-    An existing copy that verifies stays; a damaged one is set aside first. If the run has a key, both must be signed
-    with it.
+    """Brings checkpoint `name` into the run's own directory, from the nearest tier that has it whole. An existing copy
+    that verifies stays; a damaged one is set aside first. If the run has a key, both must be signed with it.
 
     Raises:
         NotFound: no tier that answers has it.

@@ -4,8 +4,7 @@ Copies come first, nearest tier and newest checkpoint first. Then come removals,
 once more (every byte, from that tier). A failure is recorded and does not stop the rest. If the run has a key, no
 checkpoint without its signature is copied, or counts as a witness for a removal.
 
-Every checkpoint that was copied or removed is one line in `events.jsonl`: `tier_copied`, `tier_removed`, `tier_failed`,
-`tier_unreachable`. The daemon writes to the same file; one line is one O_APPEND write.
+Each result is an event in the journal, which the daemon writes, too: one line is one O_APPEND write.
 """
 
 import os
@@ -48,11 +47,8 @@ class ActionResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """The survey, plan and results of a pass; `done` has the copies and removals, in order.
-
-    Attributes:
-        unchecked: for a look: why no signature was checked, though the run has a key.
-    """
+    """The survey, plan and results of a pass; `done` has the copies and removals, in order; `unchecked` tells, of a
+    look, why no signature was checked though the run has a key."""
 
     states: tuple[TierState, ...]
     plan: tuple[Action, ...]

@@ -59,11 +59,7 @@ def run_prefix(prefix: str, run_name: str, run_id: str) -> str:
 
 @dataclass(frozen=True)
 class RunCopies:
-    """The checkpoints of one run in one place.
-
-    Attributes:
-        prefix: of all its keys there; empty, or ends with `/`.
-    """
+    """The checkpoints of one run in one place; `prefix` of all its keys there is empty or ends with `/`."""
 
     place: CopyPlace
     prefix: str
@@ -75,24 +71,17 @@ class RunCopies:
         return f"{self.prefix}{name}/"
 
     def key(self, name: str, path: str = MANIFEST) -> str:
-        """Returns the key of one file of a checkpoint, or of its commit record.
-
-        Raises:
-            ValueError: no manifest may name that path.
-        """
+        """Returns the key of one file of a checkpoint, or of its commit record. Other paths: ValueError."""
         # Paths come from manifests, which others may have written.
         if path != MANIFEST and (problem := path_problem(path)) is not None:
             raise ValueError(f"{problem}: {path!r}")
         return self.below(name) + path
 
     def objects(self, prefix: str = "") -> dict[str, dict[str, ObjectInfo]]:
-        """Lists what is there by checkpoint and path. What is not of our form belongs to others and is left out.
-
-        Args:
-            prefix: `below` of one checkpoint; empty: all, by a single listing, since each request has its price in a
-                bucket.
-        """
+        """Lists what is there by checkpoint and path, of one checkpoint if `prefix` is its `below`. What is not of our
+        form belongs to others and is left out."""
         found: dict[str, dict[str, ObjectInfo]] = {}
+        # A single listing: in a bucket each request has its price.
         for info in self.place.list(prefix or self.prefix):
             name, _, path = info.key.removeprefix(self.prefix).partition("/")
             ours = info.key.startswith(self.prefix) and checkpoint_order(name) is not None
@@ -168,8 +157,7 @@ def copy_checkpoint(
             justify the removal of others.
         beside: further places with files of this very checkpoint, by their own paths: what `source` has damaged, one of
             them may have.
-        at_once: number of files.
-        until: as of `copies.copy_file`.
+        at_once, until: number of files; as of `copies.copy_file`.
 
     Raises:
         CheckpointCorrupt: the source does not hold what its manifest says; the target has no commit record then.
@@ -204,13 +192,10 @@ def copy_checkpoint(
     committed = place.commit(record, data)
     stored = b"".join(place.read(record, 0, len(data) + 1))
     # The same bytes there are this copy's own, or another mover's of it.
-    if stored != data and not committed:
-        raise TierError(
-            "another process wrote this checkpoint at the same time",
-            where=record,
-            remedy="the next pass looks again",
-        )
     if stored != data:
-        place.delete(record)
-        raise TierError("the tier gives back another manifest than it was given", where=record)
+        what = "another process wrote this checkpoint at the same time"
+        if committed:
+            what = "the tier gives back another manifest than it was given"
+            place.delete(record)
+        raise TierError(what, where=record, remedy="the next pass looks again")
     return sent

@@ -50,11 +50,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 @dataclass(frozen=True, kw_only=True)
 class OpenTier:
-    """A tier and what this run has in it.
-
-    Attributes:
-        copies: None: it could not be opened; `problem` holds the reason.
-    """
+    """A tier and what this run has in it; without `copies` it could not be opened, and `problem` holds the reason."""
 
     config: TierConfig
     copies: RunCopies | None

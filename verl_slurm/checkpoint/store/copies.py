@@ -68,8 +68,8 @@ class CopyPlace(Protocol):
         ...
 
     def read(self, key: str, offset: int = 0, size: int | None = None) -> Iterator[bytes]:
-        """Yields bytes of an object in order, from the medium and not from memory; None: to its end. Beyond the end
-        there are none. No such object: TierError."""
+        """Yields bytes of an object in order, from the medium and not from memory; none beyond its end. No such object:
+        TierError."""
         ...
 
     def put(self, key: str, entry: FileEntry, source: Source) -> int:
@@ -324,12 +324,11 @@ def copy_file(
     *,
     until: float | None = None,
 ) -> int:
-    """Makes the target hold one file of a checkpoint, read back; returns the bytes sent. A whole one that is there is
-    kept.
+    """Makes the target, a place and a key, hold one file of a checkpoint, read back; returns the bytes sent. A whole
+    one that is there is kept.
 
     Args:
         sources: places and keys, tried in this order: what is damaged in one may be whole in the next.
-        target: place and key.
         until: `time.monotonic` after which a source is too slow; None: no limit.
 
     Raises:

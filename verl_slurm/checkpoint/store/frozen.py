@@ -45,7 +45,6 @@ def check_frozen(paths: RunPaths, digest: str, *, bytes_per_s: float | None = No
     """Reads one copy back. Runs at every start.
 
     Args:
-        digest: its name.
         bytes_per_s: read no faster; None: no limit.
 
     Returns:
@@ -148,8 +147,7 @@ def store_frozen(
         notice: called with one line about a copy that does not match its name.
 
     Raises:
-        Fenced: the model is being changed.
-        OSError: no room, or no permission.
+        Fenced, OSError: as `store_tree`.
     """
     private_dir(paths.frozen)  # before anything in it is examined: it is no link, and ours
     final = paths.frozen / seen.digest

@@ -15,9 +15,6 @@ staging directory on shared storage. The sweep removes that one, and the parts a
 The parts of all nodes, merged, are the checkpoint. A part is written like a whole checkpoint: fsynced, manifest last,
 renamed. It counts for nothing by itself. Parts that were copied to shared storage (`send_home` on each node, then
 `assemble`) become a checkpoint only after every byte was verified there.
-
-If the parts are damaged, and a damaged copy of the same save lies in quarantine, `assemble` takes the files that verify
-from that copy (`fill`): one manifest serves both copies.
 """
 
 import hashlib
@@ -81,13 +78,8 @@ def this_node() -> str:
 
 
 def commit_part(staging: Path, manifest: Manifest) -> LocalPart:
-    """Makes a fully written staging directory the node's part. Durable when it returns. Runs on one rank per node.
-
-    Args:
-        manifest: sealed, of the whole checkpoint.
-
-    Raises:
-        OSError: the node's disk refuses.
+    """Makes a fully written staging directory the node's part, durably; `manifest` is sealed, of the whole checkpoint.
+    Runs on one rank per node.
     """
     # From here on the staging directory is a whole part and counts, whatever happens to the rename.
     write_file(staging / MANIFEST, render(manifest))
@@ -186,12 +178,8 @@ def prune_parts(directory: Path, keep: int) -> list[str]:
 
 
 def send_home(part: LocalPart, paths: RunPaths) -> Path:
-    """Copies a part to where `assemble` looks for it, durably; on every node that has one, in any order.
-
-    Parts of one checkpoint meet in one directory: its nonce is the manifest's digest.
-
-    Raises:
-        TierError: a disk refuses.
+    """Copies a part to where `assemble` looks for it, durably; on every node that has one, in any order. Parts of one
+    checkpoint meet in one directory: its nonce is the manifest's digest. A disk that refuses: TierError.
     """
     # So nodes meet in one directory without talking, and parts of another save of the same name do not.
     nonce = (part.manifest.digest or "")[:_NONCE_HEX]
@@ -211,12 +199,8 @@ def send_home(part: LocalPart, paths: RunPaths) -> Path:
 
 
 class Assembled(NamedTuple):
-    """Result for one checkpoint whose parts were copied to shared storage.
-
-    Attributes:
-        good: it is a checkpoint now.
-        filled: files that came from a copy in quarantine.
-    """
+    """Result for one checkpoint whose parts were copied to shared storage: whether it is a checkpoint now, and the
+    files that came from a copy in quarantine."""
 
     verdict: Verdict
     good: bool
@@ -224,7 +208,8 @@ class Assembled(NamedTuple):
 
 
 def assemble(paths: RunPaths, keys: Keyring | None = None) -> list[Assembled]:
-    """Makes checkpoints of the parts that were copied to shared storage, if they are whole; removes the rest.
+    """Makes checkpoints of the parts that were copied to shared storage, if they are whole; removes the rest. What is
+    damaged is filled from a copy in quarantine, since one manifest serves both.
 
     It does not touch saves that are being written: no manifest's digest is their nonce.
 

@@ -5,8 +5,7 @@ name takes its place (`commit`). Two renames are not atomic, so the record then 
 one. While that directory exists, the first may be put back.
 
 Two damaged copies are often whole together. `fill` takes a file if its bytes have the digest in the manifest, which
-both copies must share byte for byte. The copies themselves are only read. The result is verified as a whole before it
-counts, like any other copy.
+both copies must share byte for byte. The result is verified as a whole before it counts.
 """
 
 import os
@@ -138,11 +137,8 @@ def set_aside_copies(paths: RunPaths, name: str, manifest: bytes) -> list[Path]:
 def fill(directory: Path, wanted: Iterable[FileEntry], copies: Sequence[Path]) -> list[str]:
     """Replaces files of `directory`, which is being assembled, by those of `copies`. Durable when it returns.
 
-    A crash leaves the old file or the new one, and perhaps a name that no manifest has. The directory then does not
-    verify, and the next sweep removes it.
-
-    Returns:
-        The paths that were replaced; no copy has the others, or the storage refuses.
+    A crash may leave a name that no manifest has: the directory does not verify then, and the next sweep removes it.
+    Returns the paths that were replaced; no copy has the others, or the storage refuses.
     """
     places = [DirectoryPlace(copy, "the quarantine") for copy in copies]
     target, filled = DirectoryPlace(directory, "the run"), []

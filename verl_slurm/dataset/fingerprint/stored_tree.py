@@ -30,8 +30,7 @@ def store_tree(folder: Path, source: Path, tree: Fingerprint, what: str, *, link
     """Copies a tree into `folder`; returns the place of the copy, which must be free. No other process may write there.
 
     Args:
-        tree: the files of `source`, as they were just read.
-        what: is copied, for the error.
+        tree: the files of `source`, as they were just read; `what` they are, for the error.
         links: links are copied as links (`link_text`), and modes are kept read-only. False: the files that they lead to
             are, since the cache of Hugging Face consists of links, and modes are 0600.
 
