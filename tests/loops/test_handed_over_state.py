@@ -56,7 +56,6 @@ def test_a_pickle_that_the_loop_never_wrote_is_not_opened(checkpoint: Path, tmp_
         ["tensor", "model/weight", "load", [2, 2]],
         ["tensor", "model/weight", "os", [2, 2]],
         ["tensor", "../../other", "float32", [2, 2]],
-        ["sharded", "model/weight"],
         ["int", "__import__('os')"],
         ["array"],
         7,
@@ -65,7 +64,8 @@ def test_a_pickle_that_the_loop_never_wrote_is_not_opened(checkpoint: Path, tmp_
 def test_a_mark_in_the_place_of_a_tensor_names_no_code_and_no_other_file(
     checkpoint: Path, tmp_path: Path, mark: Any
 ) -> None:
-    _put_tree(checkpoint, {"model": {"weight": {"__verl_slurm__": mark}}})
+    bias = {"__verl_slurm__": ["tensor", "model/bias"]}
+    _put_tree(checkpoint, {"model": {"weight": {"__verl_slurm__": mark}, "bias": bias}})
     with pytest.raises(VerlSlurmError, match="loading the state failed|reading the state failed"):
         loop(tmp_path / "run", 2)
 

@@ -231,7 +231,7 @@ def test_a_request_that_the_loop_has_taken_is_nobody_elses(bench: Bench) -> None
 
 def test_a_framework_that_writes_by_itself_is_refused_what_only_our_saver_can_do(tmp_path: Path) -> None:
     write_config(RunPaths(private_dir(tmp_path / "run")), local_dir=tmp_path)
-    with pytest.raises(ConfigError, match=r"its framework writes.*checkpoint\.local_dir"):
+    with pytest.raises(ConfigError, match=r"framework writes.*checkpoint\.local_dir"):
         Bench(tmp_path / "run")
 
 
