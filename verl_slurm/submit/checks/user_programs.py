@@ -564,7 +564,7 @@ def check_services(config: RunConfig) -> list[Finding]:
         DataError: a program's Python source cannot be parsed.
         PermissionRefused: a file with a secret is open to others.
     """
-    looked = {}
+    looked = dict[str, list[Finding]]()
     for name, service in config.services.items():
         looked[name] = _check_service(config, f"services.{name}.command", service)
         for variable, path in service.env_from_files.items():
@@ -626,7 +626,7 @@ def check_hooks(config: RunConfig) -> list[Finding]:
     Raises:
         ConfigError, DataError, PermissionRefused: they are not.
     """
-    hooks, looked = config.hooks, {}
+    hooks, looked = config.hooks, dict[str, list[Finding]]()
     # The lead runs them, outside of an image and of what is set up for the ranks.
     plain = msgspec.structs.replace(config, slurm=SlurmConfig())
     for hook in HOOKS:
