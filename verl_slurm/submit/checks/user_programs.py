@@ -24,7 +24,8 @@ from verl_slurm.base.errors import ConfigError, DataError, NotFound
 from verl_slurm.base.files import read_private
 from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.search_path import clean_environment
-from verl_slurm.checks import Finding, good, run_to_end, skipped
+from verl_slurm.checks import Finding, good, skipped
+from verl_slurm.checks.probe_command import run_to_end
 from verl_slurm.config.hooks_section import HOOKS
 from verl_slurm.config.reward_spec import bindings, names_of
 from verl_slurm.config.schema import RunConfig
