@@ -14,7 +14,7 @@ from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.loop_checkpoint import LoopSave, clear_work, commit_tree
 from verl_slurm.config.schema import GuestConfig, RunConfig
-from verl_slurm.submit.checks.check_list import check_resume_from
+from verl_slurm.submit.check_list import check_resume_from
 
 Cli = Callable[..., Any]
 

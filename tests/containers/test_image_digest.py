@@ -9,7 +9,7 @@ from verl_slurm.base.errors import ConfigError
 from verl_slurm.config.container_section import ContainerConfig
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.containers.image import check_image, pin_image
-from verl_slurm.submit.checks.check_list import check_container
+from verl_slurm.submit.check_list import check_container
 
 # sha256sum of "image"
 DIGEST = "sha256:6105d6cc76af400325e94d588ce511be5bfdbb73b437dc51eca43917d7a43e3d"

@@ -325,7 +325,7 @@ def test_a_module_of_the_users_is_found_by_the_search_path(
         moves.as_submitted(f'File "{copy}/mine/train.py", line 3') == f'File "{repo}/mine/train.py", line 3'
     )
     # In an image they are found by PYTHONPATH alone, and the packages are the image's.
-    text = "trainer: {backend: command, command: [-m, mine]}\nslurm: {container: {image: x.sif}}"
+    text = "trainer: {backend: command, command: [-m, mine.train]}\nslurm: {container: {image: x.sif}}"
     record = planned(config_of(tmp_path, text), tmp_path).record
     assert [tree.root for tree in record.trees] == [str(repo)]
     assert (record.python, record.packages) == ("", {})

@@ -130,13 +130,16 @@ def test_a_directory_that_another_submit_is_making_is_no_stranger(tmp_path: Path
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 40, b"# nothing\n", b"name: [\n"])
 def test_a_damaged_run_yaml_is_refused_with_the_copy_that_restores_it(run: RunPaths, content: bytes) -> None:
-    note_trained_with(run, load_resolved(run.run_yaml))
-    run.run_yaml.write_bytes(content)
-    for load in (load_own, load_resolved) if not content else ():  # a process of the run says the same
+    written = run.run_yaml.read_bytes()
+    run.run_yaml.write_bytes(b"")
+    for load in (load_own, load_resolved):  # a process of the run
         with pytest.raises(
             ConfigError, match="configuration is empty.*config.yaml in one of its checkpoints"
         ):
             load(run.run_yaml)
+    run.run_yaml.write_bytes(written)
+    note_trained_with(run, load_resolved(run.run_yaml))
+    run.run_yaml.write_bytes(content)
     with pytest.raises(ConfigError) as caught:
         plan_submission(run.root, [], cluster="local")
     command = str(caught.value.remedy).partition("`")[2].partition("`")[0]

@@ -12,8 +12,8 @@ from verl_slurm.base.files import write_file
 from verl_slurm.checks import told
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import DistributedConfig, RunConfig
-from verl_slurm.submit.checks import check_list
-from verl_slurm.submit.checks.check_list import check_gpus, check_metrics_port, check_resume_from
+from verl_slurm.submit import check_list
+from verl_slurm.submit.check_list import check_gpus, check_metrics_port, check_resume_from
 from verl_slurm.submit.checks.model_files import check_model
 from verl_slurm.submit.checks.slurm_answers import place_notes, shell_notes
 

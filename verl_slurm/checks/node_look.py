@@ -23,7 +23,8 @@ from pathlib import Path
 import msgspec
 
 from verl_slurm.base.one_line import counted, printable
-from verl_slurm.checks import Check, Finding, ProcessOutput, bad, good, run_checks, run_to_end, skipped
+from verl_slurm.checks import Check, Finding, bad, good, run_checks, skipped
+from verl_slurm.checks.probe_command import ProcessOutput, run_to_end
 
 KERNEL_LOG = Path("/dev/kmsg")
 _SMI_S = 15.0

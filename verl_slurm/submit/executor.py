@@ -27,7 +27,7 @@ import msgspec
 
 from verl_slurm.base.errors import NotFound, SlurmMissing
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checks import run_to_end
+from verl_slurm.checks.probe_command import run_to_end
 from verl_slurm.config.load import load_own
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal.files import read_history

@@ -1,6 +1,6 @@
 """A submission, in order: check everything, make, queue. A failure leaves nothing half-made.
 
-* `plan_submission` runs the list of checks (`checks/check_list.py`). It makes nothing.
+* `plan_submission` runs the list of checks (`check_list.py`). It makes nothing.
 * `carry_out` makes built-ins, the fingerprint, RUN/ and run.yaml, and queues the job by sbatch. On a failure all of it
   is undone.
 """
@@ -27,7 +27,7 @@ from verl_slurm.journal.files import append_event
 from verl_slurm.runs.liveness import refuse_living
 from verl_slurm.runs.run_record import has_begun, require_run
 from verl_slurm.submit import undoing
-from verl_slurm.submit.checks.check_list import CHECKS, Draft, changed_keys, source_note, unexpanded
+from verl_slurm.submit.check_list import CHECKS, Draft, changed_keys, source_note, unexpanded
 from verl_slurm.submit.checks.code_trees import CodeChoice, TreesRead, keep_code
 from verl_slurm.submit.checks.model_and_reward import build_builtins
 from verl_slurm.submit.checks.ranks_environment import why_not_run

@@ -16,7 +16,7 @@ from verl_slurm.cli.command_options import CONFIG, Number, Whole, command, flag,
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.submit.checks.check_list import CHECKS, Draft
+from verl_slurm.submit.check_list import CHECKS, Draft
 from verl_slurm.submit.checks.slurm_answers import SlurmSays
 from verl_slurm.submit.relative_paths import Places, absolute
 from verl_slurm.submit.submission_plan import SubmissionPlan

@@ -14,7 +14,8 @@ from verl_slurm.base.errors import ConfigError, DataError
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.packages import require_packages
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checks import Finding, good, run_to_end, told
+from verl_slurm.checks import Finding, good, told
+from verl_slurm.checks.probe_command import run_to_end
 from verl_slurm.config.checks.rollout import max_model_len
 from verl_slurm.config.families import max_positions
 from verl_slurm.config.load import load_resolved

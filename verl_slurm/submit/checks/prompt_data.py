@@ -14,7 +14,7 @@ import msgspec
 from verl_slurm.base.bounded import vocabulary_of
 from verl_slurm.base.errors import UNREADABLE, DataError, together
 from verl_slurm.base.one_line import counted, shell_word
-from verl_slurm.checks import run_to_end
+from verl_slurm.checks.probe_command import run_to_end
 from verl_slurm.config.schema import BUILTIN, RunConfig
 from verl_slurm.dataset.prompts.chat_template import has_template, model_template, read_template
 from verl_slurm.dataset.prompts.choice import (

@@ -13,7 +13,8 @@ import verl_slurm
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.files import unsafe_on_the_way
 from verl_slurm.base.packages import install_command
-from verl_slurm.checks import Finding, good, run_to_end, warn
+from verl_slurm.checks import Finding, good, warn
+from verl_slurm.checks.probe_command import run_to_end
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.containers.runtimes import agents_inside
 from verl_slurm.program.installed import look

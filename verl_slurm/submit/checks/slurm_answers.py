@@ -28,9 +28,10 @@ from verl_slurm.base.mounts import file_system
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.info import CheckpointInfo
-from verl_slurm.checks import Finding, good, run_to_end, skipped, warn
+from verl_slurm.checks import Finding, good, skipped, warn
 from verl_slurm.checks.bad_nodes import recall
 from verl_slurm.checks.cluster_rules import SaveTime, expected_save, measured_save
+from verl_slurm.checks.probe_command import run_to_end
 from verl_slurm.checks.storage_probe import PlaceReport, probe_place
 from verl_slurm.config.checks.options import OWN_OPTIONS
 from verl_slurm.config.schema import BUILTIN, RunConfig

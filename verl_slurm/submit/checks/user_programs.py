@@ -24,7 +24,8 @@ from verl_slurm.base.errors import ConfigError, DataError, NotFound
 from verl_slurm.base.files import read_private
 from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.search_path import clean_environment
-from verl_slurm.checks import Finding, good, run_to_end, skipped
+from verl_slurm.checks import Finding, good, skipped
+from verl_slurm.checks.probe_command import run_to_end
 from verl_slurm.config.hooks_section import HOOKS
 from verl_slurm.config.reward_spec import bindings, names_of
 from verl_slurm.config.schema import RunConfig
@@ -564,7 +565,7 @@ def check_services(config: RunConfig) -> list[Finding]:
         DataError: a program's Python source cannot be parsed.
         PermissionRefused: a file with a secret is open to others.
     """
-    looked = {}
+    looked = dict[str, list[Finding]]()
     for name, service in config.services.items():
         looked[name] = _check_service(config, f"services.{name}.command", service)
         for variable, path in service.env_from_files.items():
@@ -626,7 +627,7 @@ def check_hooks(config: RunConfig) -> list[Finding]:
     Raises:
         ConfigError, DataError, PermissionRefused: they are not.
     """
-    hooks, looked = config.hooks, {}
+    hooks, looked = config.hooks, dict[str, list[Finding]]()
     # The lead runs them, outside of an image and of what is set up for the ranks.
     plain = msgspec.structs.replace(config, slurm=SlurmConfig())
     for hook in HOOKS:
