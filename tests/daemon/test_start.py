@@ -51,7 +51,7 @@ def guest_run(root: Path) -> RunPaths:
     program.write_text("")
     (root.parent / "hosts").write_text("127.0.0.1 slots=1\n127.0.0.2 slots=1\n")
     shape = ("distributed.dp_size=2", "distributed.nodes=2", "daemon.requeue_delay_s=1")
-    words = [f"run_dir={root}", f"trainer.command=[{program}]", *shape]
+    words = [f"run_dir={root}", "code.tree=null", f"trainer.command=[{program}]", *shape]
     plan = plan_submission(ROOT / "configs/pytorch_loop.yaml", words, cluster="local")
     carry_out(plan, prepare_only=True)
     return RunPaths(root)

@@ -41,7 +41,7 @@ from verl_slurm.submit.undoing import only_submitter
 
 
 def plan(paths: RunPaths, *words: str, **options: Any) -> SubmissionPlan:
-    given = [f"run_dir={paths.root}", *words]
+    given = [f"run_dir={paths.root}", "code.tree=null", *words]
     return plan_submission(ROOT / "configs/pytorch_loop.yaml", given, cluster="local", **options)
 
 

@@ -64,7 +64,7 @@ class Slurm:
         )
         self.write("squeue", self.squeue.format(self.place))
         self.write("srun", "exit 1")
-        words = [f"run_dir={self.run.root}"]
+        words = [f"run_dir={self.run.root}", "code.tree=null"]
         return plan_submission(
             ROOT / "configs/pytorch_loop.yaml", words, cluster="slurm", ask_slurm=False, **options
         )

@@ -22,7 +22,7 @@ def test_a_mark_that_an_earlier_submission_made_stays(
         raise SlurmRefused("sbatch refused the job")
 
     def plan(resume_from: str) -> SubmissionPlan:
-        words = [f"run_dir={tmp_path}/run", f"checkpoint.resume_from={resume_from}"]
+        words = [f"run_dir={tmp_path}/run", "code.tree=null", f"checkpoint.resume_from={resume_from}"]
         return plan_submission(ROOT / "configs/pytorch_loop.yaml", words, cluster="local")
 
     monkeypatch.setattr(submission, "submit_job", refuse)

@@ -24,4 +24,4 @@ def sums_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built-in data's train root."""
     from verl_slurm.quickstart.arithmetic_data import build_data
 
-    return made_once(tmp_path_factory, "sums", lambda place: build_data(place / "sums")) / "sums"
+    return made_once(tmp_path_factory, "sums", lambda place: build_data(place / "sums")) / "sums/train"
