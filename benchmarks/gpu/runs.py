@@ -23,9 +23,9 @@ from verl_slurm.config.schema import (
     ModelConfig,
     RolloutConfig,
     RunConfig,
+    SlurmConfig,
     TrainConfig,
 )
-from verl_slurm.config.slurm_section import SlurmConfig
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.save.ranks.compare import compare
 from verl_slurm.trainer.setup import build_loop

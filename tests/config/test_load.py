@@ -14,11 +14,11 @@ from verl_slurm.base import shipped as shipped_module
 from verl_slurm.base.errors import ConfigError, NotFound
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.shipped import shipped
-from verl_slurm.config.checks.shared import OWN_OPTIONS, complaints
+from verl_slurm.config.checks.options import OWN_OPTIONS
+from verl_slurm.config.checks.shared import complaints
 from verl_slurm.config.hints import WORDS, nearest_keys
 from verl_slurm.config.load import differences, dump, known_keys, load, load_resolved, parse_config
-from verl_slurm.config.schema import RunConfig
-from verl_slurm.config.slurm_section import SlurmConfig
+from verl_slurm.config.schema import RunConfig, SlurmConfig
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 

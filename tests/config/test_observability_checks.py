@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.config.checks.shared import observability_complaints
+from verl_slurm.config.checks.shared import complaints
 from verl_slurm.config.load import parse_config
-from verl_slurm.config.schema import ObservabilityConfig
+from verl_slurm.config.schema import ObservabilityConfig, RunConfig
 
 
 @pytest.mark.scenario("M13")
@@ -33,13 +33,13 @@ def test_the_section_of_the_documentation_is_accepted() -> None:
     ],
 )
 def test_what_cannot_work_or_is_open_to_all_is_refused(wanted: dict[str, Any], key: str) -> None:
-    (complaint,) = observability_complaints(ObservabilityConfig(**wanted))
+    (complaint,) = complaints(RunConfig(observability=ObservabilityConfig(**wanted)))
     assert complaint.key == f"observability.{key}"
 
 
 def test_every_interface_is_allowed_with_a_token() -> None:
     wanted = ObservabilityConfig(metrics_port=0, metrics_host="0.0.0.0", token_file="/keys/metrics")
-    assert list(observability_complaints(wanted)) == []
+    assert complaints(RunConfig(observability=wanted)) == []
 
 
 @pytest.mark.parametrize("port", ["65535", "-1", "70000", "yes"])

@@ -7,8 +7,7 @@ from verl_slurm.base.errors import ConfigError
 from verl_slurm.config.changes import may_change
 from verl_slurm.config.checks.shared import complaints
 from verl_slurm.config.load import dump, parse_config
-from verl_slurm.config.schema import RunConfig
-from verl_slurm.config.services_section import ServiceConfig, nodes_of_components, nodes_of_services
+from verl_slurm.config.schema import RunConfig, ServiceConfig, nodes_of_components, nodes_of_services
 
 
 def with_service(name: str = "judge", /, **keys: object) -> RunConfig:

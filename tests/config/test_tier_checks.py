@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.config.checks.tiers import tier_complaints
+from verl_slurm.config.checks.shared import complaints
 from verl_slurm.config.load import parse_config
-from verl_slurm.config.tiers_section import TierConfig
+from verl_slurm.config.schema import RunConfig, TierConfig
 
 GOOD = b"""
 name: run
@@ -57,14 +57,14 @@ def test_the_three_tiers_of_the_documentation_are_accepted() -> None:
     ],
 )
 def test_a_tier_that_could_not_work_is_refused_and_no_password_is_repeated(bad: TierConfig, key: str) -> None:
-    found = list(tier_complaints([bad]))
+    found = complaints(RunConfig(tiers=(bad,)))
     assert [c.key for c in found] == ["tiers[0]" + (f".{key}" if key else "")]
     assert all(c.remedy and "canary" not in repr(c) for c in found)
 
 
 def test_http_is_for_this_machine_or_for_who_says_so() -> None:
     for good in (tier(endpoint="http://127.0.0.1:9000"), tier(endpoint="http://far.example", insecure=True)):
-        assert list(tier_complaints([good])) == []
+        assert complaints(RunConfig(tiers=(good,))) == []
 
 
 def test_two_tiers_of_one_name_are_refused_with_a_line() -> None:

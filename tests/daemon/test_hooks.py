@@ -16,8 +16,7 @@ import pytest
 from verl_slurm_daemon.lead.hook_runs import Hooks, hooks_of, sentence
 
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.config.hooks_section import HooksConfig
-from verl_slurm.config.schema import RunConfig
+from verl_slurm.config.schema import HooksConfig, RunConfig
 from verl_slurm.journal import events as ev
 
 pytestmark = pytest.mark.slow

@@ -20,10 +20,8 @@ import verl_slurm
 from tests.builders import run_config
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.config.health import HealthConfig
 from verl_slurm.config.load import parse_config
-from verl_slurm.config.schema import RunConfig
-from verl_slurm.config.services_section import ServiceConfig
+from verl_slurm.config.schema import HealthConfig, RunConfig, ServiceConfig
 from verl_slurm.containers.image_mounts import mounts
 from verl_slurm.containers.inside import ENVIRONMENT
 from verl_slurm.containers.runtimes import Gpus, contained_ranks_argv, in_image

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from verl_slurm_daemon.agent.node_check import order_for
 
-from verl_slurm.config.schema import RunConfig
-from verl_slurm.config.services_section import ServiceConfig
+from verl_slurm.config.schema import RunConfig, ServiceConfig
 from verl_slurm.health.nodes import judge_clock, look_at_mounts, look_at_room
 
 

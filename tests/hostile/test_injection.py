@@ -26,8 +26,7 @@ from verl_slurm.base.files import private_dir
 from verl_slurm.base.one_line import json_line, printable
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import parse_config
-from verl_slurm.config.schema import ObservabilityConfig, RunConfig
-from verl_slurm.config.tiers_section import TierConfig
+from verl_slurm.config.schema import ObservabilityConfig, RunConfig, TierConfig
 from verl_slurm.journal.events import (
     KINDS,
     Avoid,

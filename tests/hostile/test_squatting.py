@@ -266,7 +266,7 @@ def test_a_place_in_a_tier_that_somebody_made_before_is_refused(
     kind: str, scratch: Path, precious: Path, tmp_path: Path
 ) -> None:
     from tests.tiers.conftest import Bytes, entry
-    from verl_slurm.config.tiers_section import TierConfig
+    from verl_slurm.config.schema import TierConfig
     from verl_slurm.tiers.posix import PosixBackend
 
     squat(kind, scratch / "verl-slurm", precious)

@@ -16,9 +16,8 @@ from verl_slurm.base.errors import ConfigError, DataError, VerlSlurmError
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.format.specification import FileEntry
-from verl_slurm.config.container_section import ContainerConfig
 from verl_slurm.config.load import parse_config
-from verl_slurm.config.schema import RunConfig
+from verl_slurm.config.schema import ContainerConfig, RunConfig
 from verl_slurm.submit.checks import verl as verl_checks
 from verl_slurm.submit.checks.model_and_reward import absolute
 from verl_slurm.submit.checks.room import checkpoint_size

@@ -22,8 +22,7 @@ from verl_slurm.base.run_id import run_id
 from verl_slurm.checkpoint.format.specification import FileEntry
 from verl_slurm.checkpoint.store.chunks import entry_of
 from verl_slurm.checkpoint.store.commit import commit
-from verl_slurm.config.schema import RunConfig
-from verl_slurm.config.tiers_section import TierConfig
+from verl_slurm.config.schema import RunConfig, TierConfig
 from verl_slurm.tiers import multipart
 from verl_slurm.tiers.backend import Backend
 from verl_slurm.tiers.census import OpenTier

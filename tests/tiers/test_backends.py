@@ -24,7 +24,7 @@ from verl_slurm.base.errors import CheckpointCorrupt, TierError
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.specification import FileEntry
 from verl_slurm.checkpoint.store.verify import verify
-from verl_slurm.config.tiers_section import TierConfig
+from verl_slurm.config.schema import TierConfig
 from verl_slurm.tiers import s3
 from verl_slurm.tiers.backend import Backend
 from verl_slurm.tiers.fetch import fetch

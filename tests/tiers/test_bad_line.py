@@ -24,7 +24,7 @@ from tests.tiers.conftest import NOW, PART, Bytes, config_of, content, entry, op
 from tests.tiers.radosgw import BUCKET, running
 from verl_slurm.base.errors import CheckpointCorrupt, NotFound, TierError
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.config.tiers_section import TierConfig
+from verl_slurm.config.schema import TierConfig
 from verl_slurm.tiers.census import OpenTier
 from verl_slurm.tiers.fetch import fetch
 from verl_slurm.tiers.mover import Pass, sync

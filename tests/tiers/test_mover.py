@@ -21,7 +21,7 @@ from verl_slurm.base.errors import CheckpointCorrupt, TierError
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.specification import FileEntry
 from verl_slurm.checkpoint.store.verify import verify
-from verl_slurm.config.tiers_section import TierConfig
+from verl_slurm.config.schema import TierConfig
 from verl_slurm.tiers import multipart
 from verl_slurm.tiers.backend import Backend, ObjectInfo, Source
 from verl_slurm.tiers.census import Memory, OpenTier, survey

@@ -18,7 +18,7 @@ _CHILD = """
 import sys
 from pathlib import Path
 from tests.tiers.conftest import Bytes, PART, entry
-from verl_slurm.config.tiers_section import TierConfig
+from verl_slurm.config.schema import TierConfig
 from verl_slurm.tiers import multipart
 from verl_slurm.tiers.opening import open_backend
 multipart.MIN_PART_BYTES = multipart._ROUND = PART

@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from verl_slurm.config.checks.options import asks_for_gpus
-from verl_slurm.config.container_section import ContainerConfig
-from verl_slurm.config.schema import RunConfig
+from verl_slurm.config.schema import ContainerConfig, RunConfig
 from verl_slurm.containers.image_mounts import Mount, mounts
 from verl_slurm.containers.runtime_probe import probe_argv
 

@@ -18,7 +18,7 @@ from verl_slurm.checkpoint.format.specification import MANIFEST, MAX_MANIFEST_BY
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.config.checks.tiers import LOCAL_TIER
-from verl_slurm.config.tiers_section import TierConfig
+from verl_slurm.config.schema import TierConfig
 from verl_slurm.tiers.backend import Backend, ObjectInfo
 from verl_slurm.tiers.tier_layout import TierRecord, TierRecords, checkpoint_prefix, parse_key
 from verl_slurm.tiers.tier_plan import TierCopy, TierState

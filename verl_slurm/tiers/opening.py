@@ -16,8 +16,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.run_id import RUN_ID, run_id
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.config.checks.tiers import is_s3
-from verl_slurm.config.schema import RunConfig
-from verl_slurm.config.tiers_section import TierConfig
+from verl_slurm.config.schema import RunConfig, TierConfig
 from verl_slurm.tiers.backend import Backend
 from verl_slurm.tiers.census import OpenTier
 from verl_slurm.tiers.tier_layout import run_prefix

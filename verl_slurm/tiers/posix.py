@@ -22,7 +22,7 @@ from verl_slurm.base.files import fsync_path, private_dir, rename, write_new
 from verl_slurm.base.tree import files_below, list_tree, open_below, open_directory
 from verl_slurm.checkpoint.format.specification import FileEntry
 from verl_slurm.checkpoint.store.chunks import Reading, read_checked
-from verl_slurm.config.tiers_section import TierConfig
+from verl_slurm.config.schema import TierConfig
 from verl_slurm.tiers.backend import ObjectInfo, Source
 
 _BLOCK = 4 << 20

@@ -21,7 +21,7 @@ from botocore.config import Config
 from verl_slurm.base.errors import TierError
 from verl_slurm.checkpoint.format.specification import FileEntry
 from verl_slurm.config.checks.tiers import endpoint_problem
-from verl_slurm.config.tiers_section import TierConfig
+from verl_slurm.config.schema import TierConfig
 from verl_slurm.tiers.backend import ObjectInfo, Source
 from verl_slurm.tiers.multipart import MultipartUpload, abort_uploads, part_size, require_content
 from verl_slurm.tiers.s3_client import BROKEN, BoundedClient

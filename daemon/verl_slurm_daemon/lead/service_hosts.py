@@ -9,8 +9,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 
-from verl_slurm.config.schema import RunConfig
-from verl_slurm.config.services_section import ServiceConfig
+from verl_slurm.config.schema import RunConfig, ServiceConfig
 from verl_slurm.journal import events as ev
 from verl_slurm.wire.messages import ServiceSaid, Shutdown
 from verl_slurm_daemon.allocation.contract import Allocation

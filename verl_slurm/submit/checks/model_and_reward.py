@@ -20,11 +20,10 @@ from verl_slurm.base.packages import require_packages
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.config.checks.rollout import max_model_len
 from verl_slurm.config.families import max_positions
-from verl_slurm.config.hooks_section import HOOKS, HooksConfig
 from verl_slurm.config.load import load_resolved
 from verl_slurm.config.reward_spec import FORMS, check_function, nearest_form, parse_reward, source_file
 from verl_slurm.config.roles import data_root
-from verl_slurm.config.schema import BUILTIN, RunConfig
+from verl_slurm.config.schema import BUILTIN, HOOKS, HooksConfig, RunConfig
 from verl_slurm.program.programs import file_of_verl
 from verl_slurm.submit.checks.model_files import check_model
 from verl_slurm.submit.checks.ranks_environment import find_python

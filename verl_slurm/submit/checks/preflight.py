@@ -31,10 +31,7 @@ from verl_slurm.checkpoint.format.components import require_same_models
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.config.checks.rollout import check_engine, require_engine
-from verl_slurm.config.hooks_section import HOOKS
-from verl_slurm.config.schema import BUILTIN, RunConfig
-from verl_slurm.config.services_section import nodes_of_components
-from verl_slurm.config.slurm_section import SlurmConfig
+from verl_slurm.config.schema import BUILTIN, HOOKS, RunConfig, SlurmConfig, nodes_of_components
 from verl_slurm.slurm.facts import PartitionFacts
 from verl_slurm.slurm.slurm_client import SlurmClient
 from verl_slurm.submit.checks.model_and_reward import check_names, check_reward

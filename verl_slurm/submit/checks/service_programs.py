@@ -7,8 +7,7 @@ import msgspec
 
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.files import read_private
-from verl_slurm.config.schema import RunConfig
-from verl_slurm.config.services_section import ServiceConfig
+from verl_slurm.config.schema import RunConfig, ServiceConfig
 from verl_slurm.slurm.rank_setup import setup_script
 from verl_slurm.submit.checks.user_programs import MODULE, Found, check_executable, check_file, check_module
 from verl_slurm.submit.relative_paths import Places
