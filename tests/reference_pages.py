@@ -19,8 +19,7 @@ from verl_slurm_daemon.lead.lead_metrics import LeadMetrics
 
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli.main import COMMANDS, cli
-from verl_slurm.config.explain import Key, all_keys, keys_of
-from verl_slurm.config.json_schema import json_schema
+from verl_slurm.config.explain import Key, all_keys, json_schema, keys_of
 from verl_slurm.config.schema import ObservabilityConfig, RunConfig
 from verl_slurm.journal import events
 from verl_slurm.journal.status import Status

@@ -31,7 +31,10 @@ def test_a_missing_configuration_is_refused(workplace: Path, cli: Cli) -> None:
     ("words", "part"),
     [
         (["train.stepz=3"], "no such key: override train.stepz=3: train.stepz (expected train.steps)"),
-        (["train.steps=many"], "wrong value: override train.steps=many (found 'many', text, expected int)"),
+        (
+            ["train.steps=many"],
+            "wrong value: override train.steps=many (found 'many', text, expected whole number)",
+        ),
         (
             ["model.path=builtin:huge"],
             "no such built-in: model.path (found builtin:huge, expected builtin:tiny or builtin:tiny32)",

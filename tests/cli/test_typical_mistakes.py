@@ -37,7 +37,12 @@ MISTAKES: dict[str, tuple[Make, tuple[str, ...], ExitCode, str]] = {
     "a slip in a key": (nothing, ("train.actr_lr=1",), CONFIG, "(expected train.actor_lr)"),
     "another tool's key": (nothing, ("train.lr=1",), CONFIG, "(expected train.actor_lr or train.critic_lr)"),
     "another tool's section": (nothing, ("optimizer.lr=1",), CONFIG, "(expected train.actor_lr or"),
-    "text for a number": (nothing, ("train.steps=many",), CONFIG, "found 'many', text, expected int"),
+    "text for a number": (
+        nothing,
+        ("train.steps=many",),
+        CONFIG,
+        "found 'many', text, expected whole number",
+    ),
     "a blank for =": (nothing, ("train.steps", "50"), CONFIG, "expected KEY=VALUE, e.g. train.steps=50"),
     "a tab in the YAML": (
         yaml("model:\n\tpath: model\n"),
