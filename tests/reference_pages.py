@@ -242,7 +242,7 @@ def _defined() -> Iterator[tuple[str, str]]:
 
 def series() -> str:
     """Returns docs/reference-metrics.md."""
-    shown = ObservabilityConfig(metrics_port=0, learning_numbers=True)
+    shown = ObservabilityConfig(metrics_port=0, token_file="/token")
     config, paths = RunConfig(observability=shown), RunPaths(ROOT / "runs" / "none")
     status = Status()
     status.metrics["reward"] = 0.0

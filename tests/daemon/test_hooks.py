@@ -65,7 +65,7 @@ def script(tmp_path: Path) -> Callable[[str], str]:
         (REQUEUED, ()),
         (DONE, ("on_end", "webhook")),
         (CANCELLED, ("on_end", "webhook")),
-        (FAILED, ("on_failure", "on_end", "webhook")),
+        (FAILED, ("on_end", "webhook")),
         (ev.Notice("Slurm", "text"), ()),
     ],
 )

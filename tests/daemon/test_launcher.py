@@ -251,7 +251,6 @@ def test_all_inputs_are_mounted_whatever_trains() -> None:
     }
     program = ("trainer={backend: command, command: [/code/train.py]}", "data.root=/data")
     assert places(*program) == {"/run": True, "/code": False, "/data": False}
-    assert places("slurm.container.mount_home=true")[str(Path.home())]
     # An agent outside reads a secret itself, and the image does not see the file.
     secret = "env_from_files={DEMO_TOKEN: /secret}"
     assert "/secret" not in places(secret)

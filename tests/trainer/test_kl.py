@@ -29,7 +29,7 @@ def test_a_penalty_that_is_off_stays_off() -> None:
 
 
 def test_a_fixed_coefficient_stays_and_its_window_is_kept() -> None:
-    kl = AdaptiveKL(coef=0.5, target=1.0, size=2, fixed=True).update(9.0).update(7.0).update(8.0)
+    kl = AdaptiveKL(coef=0.5, target=None, size=2).update(9.0).update(7.0).update(8.0)
     assert (kl.coef, kl.window) == (0.5, (7.0, 8.0))
 
 

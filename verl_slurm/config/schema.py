@@ -208,11 +208,9 @@ class TrainConfig(Section, frozen=True):
     kl_estimator: Literal["auto", "k1", "k3"] = "auto"
     """Estimator of each token's KL (http://joschu.net/blog/kl-approx.html). `auto`: k1 in the reward, and k3 in the
     loss, where k1 would have no gradient on average."""
-    kl_controller: Literal["adaptive", "fixed"] = "adaptive"
-    """`adaptive`: the controller steers the coefficient to reach `kl_target`. `fixed`: the coefficient stays `kl_coef`.
-    """
-    kl_target: PositiveFloat = 0.1
-    """Target of the adaptive controller: the mean KL of its window (nats a sample)."""
+    kl_target: PositiveFloat | None = 0.1
+    """A controller steers the coefficient so that the mean KL of its window (nats a sample) becomes this. null: the
+    coefficient stays `kl_coef`."""
     kl_window: Positive = 8
     """Steps in the controller's window."""
 
@@ -297,7 +295,7 @@ class CheckpointConfig(Section, frozen=True):
     cadence: Literal["fixed", "adaptive", "young_daly", "continuous"] = "fixed"
     """`fixed`: `every_steps` and `runtime_every_steps`. `adaptive`: the `intervals`, halved while the loss is volatile.
     `young_daly`: from the measured cost of a save and the measured rate of interruptions that lost work, at least every
-    `every_steps`. `continuous`: as soon as the save before is durable, at least every `every_steps` (see
+    `every_steps`, halved likewise. `continuous`: as soon as the save before is durable, at least every `every_steps` (see
     checkpoint/decide/cadence.py)."""
     every_steps: Positive = 1000
     """Steps between saves of checkpoint state: models, optimizers, schedulers, RNG. With `young_daly` and
@@ -307,8 +305,6 @@ class CheckpointConfig(Section, frozen=True):
     intervals: tuple[StepInterval, ...] = ()
     """For `adaptive`, e.g. [{until_step: 1000, every: 100}, {every: 500}]. Empty: the shorter of `every_steps` and
     `runtime_every_steps` throughout."""
-    halve_when_volatile: bool = True
-    """With `adaptive` and `young_daly`: halve the interval while the policy or value loss is volatile."""
     min_every_steps: Positive = 1
     """Shortest interval between saves. `fixed`, and the `intervals` as written, may save more often."""
     expected_mtbi_h: PositiveFloat = 24.0
@@ -341,15 +337,12 @@ class CheckpointConfig(Section, frozen=True):
     store_frozen: bool = True
     """Store one copy of the reference and the reward model in RUN/frozen, by content."""
     scrub_every_h: NonNegativeFloat = 24.0
-    """Hours between two readings of each checkpoint by the daemon, which reads them one after the other. 0: never."""
-    scrub_mb_per_s: PositiveFloat = 50.0
-    """Reading speed of these checks."""
+    """Hours between two readings of each checkpoint by the daemon, which reads them one after the other at 50 MB/s,
+    faster if half of that time would not suffice for all. 0: never."""
     local_dir: str | None = None
     """A directory on each node's own disk (NVMe) for a second copy, written at the same time. If shared storage is
     gone, training goes on with that copy alone, and the next start copies it to shared storage. Ranks that start on
-    that node again read their tensors from it."""
-    local_keep: Positive = 2
-    """Second copies that stay on each node."""
+    that node again read their tensors from it. The newest two stay."""
     encryption: EncryptionConfig | None = None
     """null: nothing is encrypted or signed."""
 
@@ -394,9 +387,7 @@ class ContainerConfig(Section, frozen=True):
     python: str = "python3"
     """The interpreter in the image."""
     binds: tuple[str, ...] = ()
-    """Further directories that ranks need, as absolute paths. They may be written to."""
-    mount_home: bool = False
-    """Mounts the home directory."""
+    """Further directories that ranks need, as absolute paths, e.g. your home directory. They may be written to."""
     workdir: str = "/tmp"  # noqa: S108 - in the image, where it is private or the node's own
     """The directory in the image that the ranks start in."""
     extra_args: tuple[str, ...] = ()
@@ -533,12 +524,11 @@ class ObservabilityConfig(Section, frozen=True):
     """`0.0.0.0`: every interface of each node, for a Prometheus on another machine; requires a `token_file`."""
     token_file: str | None = None
     """An absolute path of a 0600 file. A request for /metrics must carry its content (`Authorization: Bearer`). Other
-    users of a node can reach 127.0.0.1, too."""
+    users of a node can reach 127.0.0.1, too. With it, the newest step's reward, KL, losses and learning rate are exported
+    as well."""
     targets_dir: str | None = None
     """An absolute directory, made 0700, in which this run publishes its ports for Prometheus. Several runs may share
     it, because Prometheus takes no pattern for a directory. null: RUN/control/metrics."""
-    learning_numbers: bool = False
-    """Also export the newest step's reward, KL, losses and learning rate."""
 
 
 class HealthConfig(Section, frozen=True):
@@ -548,8 +538,6 @@ class HealthConfig(Section, frozen=True):
     at on a node counts as not checked, never as bad.
     """
 
-    check_nodes: bool = True
-    """false: no node is looked at."""
     gpu_errors: bool = True
     """Leave a node whose GPUs have uncorrected memory errors, memory that waits for a reset, or an error in the
     kernel's log after which they need a reset; and one on which a GPU of the job is missing or the driver hangs."""
@@ -573,7 +561,7 @@ class HealthConfig(Section, frozen=True):
     daemon.avoid_node_s."""
 
 
-HOOKS = ("on_checkpoint", "on_requeue", "on_end", "on_failure")
+HOOKS = ("on_checkpoint", "on_requeue", "on_end")
 """The hooks that are commands."""
 
 
@@ -589,9 +577,7 @@ class HooksConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     on_requeue: tuple[str, ...] = ()
     """Run when Slurm has accepted the requeue. It has 5 s, or until the job ends."""
     on_end: tuple[str, ...] = ()
-    """Run when the run has ended for good, whatever its exit code."""
-    on_failure: tuple[str, ...] = ()
-    """Run when the run has ended for good and neither was done nor was cancelled."""
+    """Run when the run has ended for good. `exit` of the event says how: `OK`, `CANCELLED`, or why it failed."""
     webhook: str | None = None
     """An address (https://...) that gets the same events, and each crash and hang, as a POST of JSON. Its field `text`
     is a sentence, as Slack and Mattermost show it."""
@@ -656,10 +642,9 @@ class DaemonConfig(Section, frozen=True):
     spot_notices: Literal["auto", "aws", "gcp", "azure", "none"] = "auto"
     """Ask the cloud's metadata service whether it takes the node back, and save and requeue before. auto: where the
     node's firmware says that it is such a cloud's."""
-    hang_factor: Annotated[float, msgspec.Meta(ge=2.0)] = 5.0
-    """A rank counts as hung after this many times the longest interval that any rank needed between two safe points."""
     hang_floor_s: PositiveFloat = 300.0
-    """A rank never counts as hung before this time."""
+    """A rank counts as hung after five times the longest interval that any rank needed between two safe points, and never
+    before this time."""
     load_timeout_s: PositiveFloat = 1800.0
     """From a rank's first message to its first safe point: loading models, the first collective, replaying the ledger.
     Also from the start of a save to the next safe point or the end, because training may wait there for storage."""
@@ -711,9 +696,8 @@ class RunConfig(Section, frozen=True):
     health: HealthConfig = HealthConfig()
     hooks: HooksConfig = HooksConfig()
     tiers: Annotated[tuple[TierConfig, ...], msgspec.Meta(max_length=8)] = ()
-    """Storage tiers that verified checkpoints are copied to, nearest first, e.g. node NVMe, object store, archive."""
-    tiers_every_min: Positive = 15
-    """The daemon runs the mover at this interval, and after every verified checkpoint."""
+    """Storage tiers that verified checkpoints are copied to, nearest first, e.g. node NVMe, object store, archive: as
+    soon as each is verified, and every quarter of an hour."""
 
     @property
     def all_nodes(self) -> int:

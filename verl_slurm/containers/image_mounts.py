@@ -30,7 +30,6 @@ def mounts(config: RunConfig, *more: str) -> list[Mount]:
     container = config.slurm.container
     assert container is not None
     written = [config.run_dir, config.checkpoint.local_dir or "", *container.binds, *more]
-    written += [str(Path.home())] if container.mount_home else []
     read = inputs(config)
     # Ranks seal what they save, and read what they resume from.
     if (keys := config.checkpoint.encryption) is not None:

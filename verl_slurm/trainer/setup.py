@@ -519,12 +519,16 @@ def _usual_seconds(paths: RunPaths, manifest: Manifest | None) -> float | None:
     return manifest.save_seconds if manifest else None
 
 
+_SECOND_COPIES = 2
+"""Second copies that stay on each node."""
+
+
 def _local_place(config: RunConfig, paths: RunPaths, local_rank: int) -> LocalPlace | None:
     directory = local_directory(config.checkpoint.local_dir, paths, this_node())
     if directory is None:
         return None
     require_safe_way(directory, "checkpoint.local_dir")  # the node's directory is not the login node's
-    return LocalPlace(directory=directory, is_first=local_rank == 0, keep=config.checkpoint.local_keep)
+    return LocalPlace(directory=directory, is_first=local_rank == 0, keep=_SECOND_COPIES)
 
 
 def _state_bytes(models: Models) -> int:

@@ -32,7 +32,7 @@ _LEARNING = (
     "learning_rate",
     "eval/reward",
 )
-"""Columns of a step's row that are shown if `observability.learning_numbers` is set."""
+"""Columns of a step's row that are shown to those who have the token."""
 
 
 def steady_clock() -> Callable[[], float]:
@@ -136,8 +136,8 @@ class LeadMetrics:
         yield from self._of_restarts(now)
         yield from self._of_saves()
         yield from self._of_strangers()
-        if self._config.observability.learning_numbers:
-            # Off by default: every user of the node can read the port.
+        # Every user of the node can reach the port.
+        if self._config.observability.token_file is not None:
             numbers = {name: status.metrics[name] for name in _LEARNING if name in status.metrics}
             yield labelled(GaugeMetricFamily, "verl_learning", "Of the newest step.", "number", numbers)
 
