@@ -7,6 +7,7 @@ import msgspec
 from msgspec.structs import FieldInfo
 
 StructType = type[msgspec.Struct]
+_MARKS: dict[object, str] = {list: "[].", tuple: "[].", dict: ".NAME."}
 
 
 def fields_of(kind: StructType, prefix: str = "") -> Iterator[tuple[str, StructType, FieldInfo]]:
@@ -22,7 +23,7 @@ def fields_of(kind: StructType, prefix: str = "") -> Iterator[tuple[str, StructT
             continue
         yield key, kind, field
         plain = _plain(field.type)
-        mark = {list: "[].", tuple: "[].", dict: ".NAME."}.get(typing.get_origin(plain), ".")
+        mark = _MARKS.get(typing.get_origin(plain), ".")
         for choice in typing.get_args(plain):  # a section that may be null, or the entries of a list or map
             if inner := struct_of(choice):
                 yield from fields_of(inner, key + mark)
@@ -31,8 +32,9 @@ def fields_of(kind: StructType, prefix: str = "") -> Iterator[tuple[str, StructT
 def struct_of(annotation: object) -> StructType | None:
     """Returns the annotation if it is a section, else None."""
     # `list[int]` counts as a class, and is none for `issubclass`.
-    is_class = isinstance(annotation, type) and typing.get_origin(annotation) is None
-    return annotation if is_class and issubclass(annotation, msgspec.Struct) else None
+    if typing.get_origin(annotation) is None and isinstance(annotation, type):
+        return annotation if issubclass(annotation, msgspec.Struct) else None
+    return None
 
 
 def type_words(annotation: object) -> str:
@@ -70,7 +72,8 @@ def misfits(kind: object, value: object, key: str = "") -> list[tuple[str, objec
     plain, found = _plain(kind), list[tuple[str, object, str]]()
     origin, inner = typing.get_origin(plain), typing.get_args(plain)
     # A section that may be null is a union.
-    struct = next((one for choice in (plain, *inner) if (one := struct_of(choice))), None)
+    choices = (plain,) if origin in (list, tuple, dict) else (plain, *inner)
+    struct = next((one for choice in choices if (one := struct_of(choice))), None)
     if isinstance(value, dict) and origin is dict:
         for name, one in value.items():
             found += misfits(inner[1], one, f"{key}.{name}")

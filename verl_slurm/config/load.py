@@ -298,18 +298,12 @@ def _read(path: Path) -> bytes:
             remedy=f"give the path of a YAML file, or the name of an example: {', '.join(examples())}",
         ) from None
     except PermissionError as error:
-        raise PermissionRefused(
-            "the configuration cannot be read",
-            where=path,
-            found=error.strerror,
-            remedy="ask its owner, or copy it to a place of yours",
-        ) from None
+        remedy, what = "ask its owner, or copy it to a place of yours", "the configuration cannot be read"
+        raise PermissionRefused(what, where=path, found=error.strerror, remedy=remedy) from None
     except (OSError, TooMuch) as error:
+        found, remedy = getattr(error, "strerror", error), "give the path of a readable YAML file"
         raise ConfigError(
-            "the configuration cannot be read",
-            where=path,
-            found=error.strerror if isinstance(error, OSError) else error,
-            remedy="give the path of a readable YAML file",
+            "the configuration cannot be read", where=path, found=found, remedy=remedy
         ) from None
 
 
@@ -323,9 +317,8 @@ def _siblings(path: Path) -> list[str]:
 def _parts(word: str) -> tuple[str, str]:
     match = _OVERRIDE.fullmatch(word)
     if match is None:
-        raise ConfigError(
-            "not an override", where=word, expected="KEY=VALUE, e.g. train.steps=50", remedy="mend that word"
-        )
+        expected = "KEY=VALUE, e.g. train.steps=50"
+        raise ConfigError("not an override", where=word, expected=expected, remedy="write it so")
     return match[1], match[2]
 
 
@@ -342,7 +335,7 @@ def _override(data: dict[str, Value], places: dict[str, str], dotted: str, text:
             inner = place[section] = {}
         if not isinstance(inner, dict):
             found = f"the value {inner!r} in the file"
-            raise ConfigError("not a section", where=dotted, found=found, remedy="mend the file")
+            raise ConfigError("not a section", where=dotted, found=found, remedy="fix the file")
         place = inner
     place[last] = _override_value(dotted, text)
     places[dotted] = shown

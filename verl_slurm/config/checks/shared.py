@@ -335,7 +335,7 @@ def _check_slurm(config: RunConfig, found: Complaints) -> None:
     check_extra(slurm, found)
     check_options("slurm.extra", slurm.extra, found)
     if shape.min_nodes is not None:
-        allowed = allowed_nodes(config)
+        allowed = list(allowed_nodes(config))
         fitting = ", ".join(map(str, allowed)) or "none"
         expected = f"a number of nodes among which a step can be divided: {fitting}"
         remedy = "choose one of them, or batch sizes that more numbers of ranks divide"
@@ -573,7 +573,7 @@ def _check_service(key: str, service: ServiceConfig, found: Complaints) -> None:
     refuse_if(wrong, f"{key}.probe", "tcp, or a path", f"e.g. {key}.probe: /health", repr(service.probe))
     wrong, port = 0 < service.port < _FIRST_FREE_PORT, str(service.port)
     refuse_if(wrong, f"{key}.port", "0 (any free one), or 1024 to 65535", "take e.g. 8000", port)
-    wrong, there = service.slurm and not service.nodes, "options, and no nodes of its own"
+    wrong, there = bool(service.slurm) and not service.nodes, "options, and no nodes of its own"
     refuse_if(wrong, f"{key}.slurm", "nodes", f"set {key}.nodes", there)
 
 
