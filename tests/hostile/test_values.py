@@ -187,6 +187,11 @@ HOSTILE = {
     "sexagesimal": "seed: 1:30\n",
     "date for text that is checked": "seed: 2026-01-01\n",
     "null key": "null: 1\n",
+    "list": "- 1\n",
+    "words": "just words\n",
+    "open bracket": "a: [\n",
+    "tab": "\tseed: 1\n",
+    "another indent": "seed: 1\n  b: 2\n",
     "number for a key": "1: 2\n",
     "list for a key": "? [a]\n: 1\n",
     "UTF-16": "seed: 1\n".encode("utf-16").decode("latin-1"),
@@ -208,6 +213,7 @@ def test_a_configuration_is_the_plain_part_of_yaml_and_small(
     assert grown < 100 << 10, f"{grown} KiB"
     assert time.process_time() - began < 20, "it is refused, not worked off"
     assert len(refused.value.one_line()) < 5000
+    assert "; " in refused.value.one_line(), "a refusal without a remedy"
     assert list(tmp_path.iterdir()) == []
 
 
