@@ -95,9 +95,9 @@ browser:
 charts: ## build the charts of the report's page anew, with npm (10 s)
 	cd verl_slurm/report/charts && npm ci --no-audit --no-fund && npm run build && rm -rf node_modules
 
-# The same for slurmdbd and MariaDB, which `verl-slurm devcluster start --accounting` wants, and nothing else. Of MariaDB
+# The same for slurmdbd and MariaDB, which tests/devcluster/accounting.py wants, and nothing else. Of MariaDB
 # its programs alone, without its service; that of slurmdbd has no configuration, and is disabled.
-accounting: ## slurmdbd and MariaDB, for an embedded cluster with accounting: QOS, priorities, sacct
+accounting: ## slurmdbd and MariaDB, for the tests with accounting: QOS, priorities, sacct
 	@if PATH=$$PATH:/usr/sbin; { command -v slurmdbd && command -v mariadbd && command -v mariadb-install-db; } >/dev/null; then :; \
 	elif ! command -v apt-get >/dev/null || { [ "$$(id -u)" != 0 ] && [ -z "$(SUDO)" ]; }; then \
 	  echo "slurmdbd and MariaDB are not here and cannot be installed (no apt-get, or neither root nor sudo): its tests are NOT RUN."; \

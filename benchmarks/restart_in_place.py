@@ -252,7 +252,7 @@ def main() -> int:
         warm, memory = ours(model, root / "warm", options.rounds, standby=True)
         print("standby ", [round(one, 2) for one in warm], flush=True)
         with tempfile.TemporaryDirectory(prefix="vs-restart-", dir="/dev/shm") as copies:
-            near = [f"checkpoint.local_dir={copies}", "checkpoint.local_keep=1"]
+            near = [f"checkpoint.local_dir={copies}"]
             nearest, _ = ours(model, root / "memory", options.rounds, standby=True, more=near)
         print("memory  ", [round(one, 2) for one in nearest], flush=True)
     medians = {

@@ -13,8 +13,7 @@ from verl_slurm.checkpoint.format.manifest import render, sealed
 from verl_slurm.checkpoint.format.specification import MANIFEST, Manifest, Topology
 from verl_slurm.checkpoint.format.state_schema import current_schema
 from verl_slurm.config.load import dump
-from verl_slurm.config.schema import EncryptionConfig, RunConfig, TrainConfig
-from verl_slurm.config.tiers_section import TierConfig
+from verl_slurm.config.schema import EncryptionConfig, RunConfig, TierConfig, TrainConfig
 from verl_slurm.runtime_state.format import RuntimeState
 from verl_slurm.wire.reward_plan import RewardSwitch
 

@@ -63,8 +63,7 @@ def ranks_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", python_path(NO_TORCH)["PYTHONPATH"])
 
 
-def _start(directory: Path, options: ClusterOptions) -> DevCluster:
-    cluster = DevCluster(directory)
+def _start(cluster: DevCluster, options: ClusterOptions) -> DevCluster:
     try:
         cluster.start(options)
     except SlurmMissing as error:
@@ -82,7 +81,7 @@ def _end(cluster: DevCluster) -> None:
 def cluster() -> Iterator[DevCluster]:
     """Four nodes, a grace time of 30 s, credentials that expire after 10 s. Shared: leave no job behind."""
     # not tmp_path: names of Unix sockets must be short
-    cluster = _start(Path(tempfile.mkdtemp(prefix="vs-")), ClusterOptions(cred_expire_s=10))
+    cluster = _start(DevCluster(Path(tempfile.mkdtemp(prefix="vs-"))), ClusterOptions(cred_expire_s=10))
     try:
         yield cluster
     finally:
@@ -91,11 +90,11 @@ def cluster() -> Iterator[DevCluster]:
 
 @pytest.fixture
 def make_cluster() -> Iterator[Callable[..., DevCluster]]:
-    """`make_cluster(grace_s=5, ...)`: a cluster of one's own, with any `ClusterOptions`."""
+    """`make_cluster(grace_s=5, ...)`: a cluster of one's own, with any `ClusterOptions`; `kind` of cluster."""
     made: list[DevCluster] = []
 
-    def make(**options: Any) -> DevCluster:
-        cluster = _start(Path(tempfile.mkdtemp(prefix="vs-")), ClusterOptions(**options))
+    def make(*, kind: type[DevCluster] = DevCluster, **options: Any) -> DevCluster:
+        cluster = _start(kind(Path(tempfile.mkdtemp(prefix="vs-"))), ClusterOptions(**options))
         made.append(cluster)
         return cluster
 

@@ -19,8 +19,7 @@ from verl_slurm_daemon.lead.lead_metrics import LeadMetrics
 
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli.main import COMMANDS, cli
-from verl_slurm.config.explain import Key, all_keys, keys_of
-from verl_slurm.config.json_schema import json_schema
+from verl_slurm.config.explain import Key, all_keys, json_schema, keys_of
 from verl_slurm.config.schema import ObservabilityConfig, RunConfig
 from verl_slurm.journal import events
 from verl_slurm.journal.status import Status
@@ -243,7 +242,7 @@ def _defined() -> Iterator[tuple[str, str]]:
 
 def series() -> str:
     """Returns docs/reference-metrics.md."""
-    shown = ObservabilityConfig(metrics_port=0, learning_numbers=True)
+    shown = ObservabilityConfig(metrics_port=0, token_file="/token")
     config, paths = RunConfig(observability=shown), RunPaths(ROOT / "runs" / "none")
     status = Status()
     status.metrics["reward"] = 0.0

@@ -24,9 +24,9 @@ from verl_slurm.config.schema import (
     ModelConfig,
     RolloutConfig,
     RunConfig,
+    SlurmConfig,
     TrainConfig,
 )
-from verl_slurm.config.slurm_section import SlurmConfig
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.trainer.setup import build_loop
 from verl_slurm.trainer.state.position import StepShape

@@ -50,7 +50,7 @@ def config(given: Settings) -> RunConfig:
             actor_lr=given.learning_rate,
             clip_ratio=given.clip,
             kl_in="loss",
-            kl_controller="fixed",
+            kl_target=None,
             kl_coef=given.beta,
         ),
         distributed=DistributedConfig(

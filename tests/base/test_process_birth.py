@@ -27,10 +27,7 @@ def test_one_that_has_ended_has_none_even_before_its_parent_has_looked() -> None
     assert birth_of(child.pid) == ""
     child.wait()
     assert birth_of(child.pid) == ""
-
-
-def test_a_number_without_a_birth_is_nobody() -> None:
-    assert not KnownProcess(os.getpid(), "").is_running()
+    assert not KnownProcess(os.getpid(), "").is_running(), "a number without a birth is nobody"
     me = known(os.getpid())
     assert me is not None
     assert me.is_running()

@@ -92,7 +92,6 @@ def test_the_interval_halves_while_the_loss_is_volatile_and_says_why() -> None:
     [
         ("not below the floor", {"min_every_steps": 80}, 80),
         ("a floor above the interval leaves the interval", {"min_every_steps": 700}, 100),
-        ("the switch turns it off", {"halve_when_volatile": False}, 100),
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
 )

@@ -18,8 +18,7 @@ from verl_slurm.checks.node_look import (
     judge_processes,
     visible_gpus,
 )
-from verl_slurm.config.schema import RunConfig
-from verl_slurm.config.services_section import ServiceConfig
+from verl_slurm.config.schema import RunConfig, ServiceConfig
 
 
 def row(index: int = 0, **values: str) -> dict[str, str]:

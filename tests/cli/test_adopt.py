@@ -75,16 +75,15 @@ def test_a_whole_directory_becomes_a_run_that_submit_goes_on_from(
     assert "points to global_step_6, which is whole" in result.out
     assert f"verl-slurm submit {run.root}" in result.out
     assert [event["event"] for event in read_events(run)] == ["adopted"]
+    assert f"verl-slurm verify {run.root}" in cli("adopt", run.checkpoint(6)).error, (
+        "it is none of plain verl's"
+    )
     plan = cli("submit", run.root, "--cluster", "local", "--dry-run", "--json").json
     assert plan["resumes_from"] == "step_000006"
-
-
-def test_twice_is_as_good_as_once(cli: Cli, verl_dir: Path, config: Path, run: RunPaths) -> None:
-    cli("adopt", verl_dir, config)
     before = everything(run.root)
     again = cli("adopt", verl_dir, run.root, "--json").json
     assert [step["state"] for step in again["steps"]] == ["there", "there"]
-    assert everything(run.root) == before
+    assert everything(run.root) == before, "twice is as good as once"
 
 
 def test_a_dry_run_makes_and_repairs_nothing(cli: Cli, verl_dir: Path, config: Path, run: RunPaths) -> None:
@@ -186,13 +185,6 @@ def test_a_directory_that_is_none_of_verls_says_what_was_expected(
     assert "no checkpoint of verl" in cli("adopt", tmp_path / "empty").error
     assert "no such directory" in cli("adopt", tmp_path / "not there").error
     assert f"verl-slurm adopt {verl_dir}" in cli("adopt", verl_dir / "global_step_6").error
-
-
-def test_a_checkpoint_of_a_run_is_none_of_plain_verls(
-    cli: Cli, verl_dir: Path, config: Path, run: RunPaths
-) -> None:
-    cli("adopt", verl_dir, config)
-    assert f"verl-slurm verify {run.root}" in cli("adopt", run.checkpoint(6)).error
 
 
 def test_a_tracker_that_cannot_be_written_is_said_and_keeps_no_run_from_it(

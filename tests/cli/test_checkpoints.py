@@ -23,10 +23,7 @@ from verl_slurm.checkpoint.format.tensor_index import (
     render_index,
     tensor_file,
 )
-from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.commit import begin, commit, seal
-from verl_slurm.cli.run.status_command import CHECKPOINTS_TO_GO, checkpoints_table
-from verl_slurm.cli.show import render
 from verl_slurm.config.load import load
 from verl_slurm.config.schema import CheckpointConfig, DataConfig, TrainConfig
 from verl_slurm.dataset.fingerprint.cache import default_path, save as save_cache
@@ -138,20 +135,6 @@ def test_the_metric_by_which_the_best_are_kept_is_shown_and_the_best_marked(run:
     assert listed[1]["metrics"] == {"reward": 0.1, "eval/reward": 0.5}
 
 
-@pytest.mark.parametrize("width", [240, 80, 60])
-def test_a_narrow_terminal_loses_columns_and_folds_no_cell(run: RunPaths, width: int) -> None:
-    save(run, 1)
-    begin(run, 3, 0)
-    table = checkpoints_table(list_checkpoints(run), {}, None)
-    fits = render.fitting(table, CHECKPOINTS_TO_GO, width)
-    rooms = [max(map(len, (name, *cells))) for name, cells in fits.items()]
-    assert sum(rooms) + render.GAP * (len(rooms) - 1) <= width
-    assert [(name, cells[0]) for name, cells in fits.items()][:2] == [
-        ("name", "step_000001"),
-        ("kind", "committed"),
-    ]
-
-
 def test_verify_says_that_all_is_well(run: RunPaths, cli: Cli) -> None:
     path = save(run, 1)
     save(run, 2)
@@ -161,22 +144,12 @@ def test_verify_says_that_all_is_well(run: RunPaths, cli: Cli) -> None:
     assert "step_000001  verified" in cli("verify", path).out
 
 
-@pytest.mark.parametrize(
-    ("damage", "what"),
-    [
-        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "size"),
-        (lambda file: file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:]), "sha256"),
-        (lambda file: file.unlink(), "missing"),
-    ],
-    ids=["truncated", "one bit", "removed"],
-)
-def test_verify_names_the_damaged_file(
-    run: RunPaths, cli: Cli, damage: Callable[[Path], object], what: str
-) -> None:
-    damage(save(run, 1) / "actor" / "__0_0.distcp")
+def test_verify_names_the_damaged_file(run: RunPaths, cli: Cli) -> None:
+    file = save(run, 1) / "actor" / "__0_0.distcp"
+    file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
     result = cli("verify", run.root)
     assert result.code == ExitCode.CORRUPT
-    assert f"step_000001  BAD actor/__0_0.distcp: {what}" in result.out
+    assert "step_000001  BAD actor/__0_0.distcp: sha256" in result.out
     assert (
         cli("verify", run.root, "--json").json["checkpoints"][0]["problems"][0]["path"]
         == "actor/__0_0.distcp"

@@ -43,7 +43,7 @@ def place(tmp_path: Path) -> Path:
         (("status", "runs/"), ["runs/second", "runs/third"]),
         (("status", "th"), ["runs/third"]),
         (("submit", "quick"), ["quickstart", "quickstart_grpo"]),
-        (("submit", "quickstart", "daemon.hang_f"), ["daemon.hang_factor=", "daemon.hang_floor_s="]),
+        (("submit", "quickstart", "daemon.hang_"), ["daemon.hang_budget=", "daemon.hang_floor_s="]),
         (
             ("submit", "quickstart", "daemon.spot_notices=a"),
             [f"daemon.spot_notices={c}" for c in ("auto", "aws", "azure")],
@@ -51,7 +51,7 @@ def place(tmp_path: Path) -> Path:
         (("submit", "quickstart", "deterministic="), ["deterministic=true", "deterministic=false"]),
         (("submit", "quickstart", "train.steps="), []),
         (("submit", "quickstart", "daemon.spot_notices", "=", "aw"), ["aws"]),
-        (("config", "daemon.hang_f"), ["daemon.hang_factor", "daemon.hang_floor_s"]),
+        (("config", "daemon.hang_"), ["daemon.hang_budget", "daemon.hang_floor_s"]),
     ],
 )
 def test_tab_offers_what_fits(place: Path, words: tuple[str, ...], expected: list[str]) -> None:

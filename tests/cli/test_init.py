@@ -236,18 +236,11 @@ def test_data_without_a_usual_column_is_refused_with_the_columns_it_has(
     result = cli("init", "first.yaml", "--data", "data")
     assert result.code == ExitCode.DATA
     assert "found keys frage, antwort" in result.error
-
-
-def test_a_file_of_data_may_be_named_alone(workplace: Path, cli: Cli, without_slurm: None) -> None:
     (workplace / "data" / "other.json").write_text('[{"messages": "1+1="}]')
-    assert cli("init", "first.yaml", "--data", "data/other.json").code == ExitCode.OK
+    assert cli("init", "first.yaml", "--data", "data/other.json").code == ExitCode.OK, "a file alone"
     data = load(workplace / "first.yaml").data
-    assert (data.root, data.files, data.prompt_key, data.answer_key) == (
-        "data",
-        "other.json",
-        "messages",
-        None,
-    )
+    assert (data.root, data.files, data.prompt_key) == ("data", "other.json", "messages")
+    assert data.answer_key is None
 
 
 def test_the_cluster_says_partition_gpus_limit_and_warning(workplace: Path, cli: Cli, offer: Offer) -> None:

@@ -1,5 +1,6 @@
 """`list`: a line a run, on terminals of any width, and as JSON."""
 
+import json
 import os
 import re
 import subprocess
@@ -11,10 +12,10 @@ from typing import Any
 import pytest
 
 from tests.many_runs import make_run
+from tests.processes import captured
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.cli.run.status_command import FIRST_TO_GO, runs_table
 from verl_slurm.cli.show import render
-from verl_slurm.runs.glance import glance
+from verl_slurm.journal.steps import append_step
 from verl_slurm.slurm.slurm_client import SlurmClient
 
 Cli = Callable[..., Any]
@@ -80,13 +81,23 @@ def test_only_runs_in_a_state(cli: Cli, place: Path) -> None:
     assert (none.code, none.out) == (0, f"none of 5 runs in {place} is saving or canceled\n")
 
 
-@pytest.mark.parametrize("width", [240, 120, 80, 60, 40, 24])
-def test_a_narrow_terminal_loses_columns_and_never_breaks_a_line(place: Path, width: int) -> None:
-    told = [(glance(root), "running") for root in sorted(place.iterdir())]
-    fits = render.fitting(runs_table(told, place), FIRST_TO_GO, width, cut="run")
-    rooms = [max(map(len, (name, *cells))) for name, cells in fits.items()]
-    assert sum(rooms) + render.GAP * (len(rooms) - 1) <= width
-    assert {"run", "state", "step"} <= fits.keys()
+@pytest.mark.parametrize("width", [240, 120, 80, 60, 50])
+def test_a_narrow_terminal_loses_columns_and_never_breaks_a_line(
+    cli: Cli, place: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    """Of runs, checkpoints, steps and interruptions; the first columns always stay."""
+    run = make_run(place / "run-6", cluster="local", job_id="999999999", host="elsewhere")
+    for step in range(1, 4):
+        append_step(run, 1, {"step": float(step), "reward": 0.5, "eval/reward": 0.5, "policy_loss": 0.1})
+    monkeypatch.setattr(render, "width", lambda: width)
+    for words, first in ((("list", place), ["run"]), (("list", run.root), ["name", "kind"])):
+        heading, *lines = cli(*words).out.splitlines()
+        assert heading.split()[: len(first)] == first
+        assert max(len(line) for line in (heading, *lines) if "no room for" not in line) <= width
+    shown = cli("status", run.root).out.partition("\n\n")[2].splitlines()
+    assert max(len(line) for line in shown if "no room for" not in line) <= width
+    assert any(line.split()[:3] == ["step", "reward", "eval"] for line in shown)
+    assert any(line.startswith("interrupted") for line in shown)
 
 
 def test_colours_are_for_terminals_and_not_against_anyones_will(
@@ -137,3 +148,21 @@ def test_a_reader_that_has_seen_enough_ends_the_command_in_silence(place: Path) 
     os.close(writer)
     assert done.returncode == ExitCode.PIPE
     assert "Broken" not in done.stderr
+
+
+@pytest.mark.scenario("USE-SMALL")
+@pytest.mark.parametrize(("cluster", "shown"), [("other", "on other"), ("here", "gone")])
+def test_a_run_of_another_cluster_is_listed_with_its_cluster(
+    tmp_path: Path, cluster: str, shown: str
+) -> None:
+    root = make_run(tmp_path / "runs" / "a", "running").root
+    status = json.loads((root / "status.json").read_text())
+    (root / "status.json").write_text(json.dumps(status | {"slurm": cluster}))
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name, says in (("squeue", ""), ("scontrol", "ClusterName             = here")):
+        (tools / name).write_text(f"#!/bin/sh\necho '{says}'\n")
+        (tools / name).chmod(0o755)
+    argv = [sys.executable, "-m", "verl_slurm.cli", "list", str(tmp_path / "runs"), "--json"]
+    done = captured(argv, env={"PATH": str(tools)}, timeout=120, check=True)
+    assert json.loads(done.stdout)[0]["state"] == shown

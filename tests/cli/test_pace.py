@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.many_runs import make_run
@@ -95,9 +96,6 @@ def test_the_time_left_says_what_it_does_not_count() -> None:
     assert "Slurm expects that at 11-2" in left(waits=True, starts=NOW + timedelta(hours=1))
     assert "the job's time limit comes before" in left(ends=NOW + timedelta(minutes=5))
     assert left(ends=NOW + timedelta(hours=5)) == left()
-
-
-def test_a_time_that_cannot_be_known_is_not_guessed() -> None:
     assert left(pace_of([], 3, 10)) == "not known: no step has a time yet"
     assert left(pace_of([{"step_s": 1.0}], 3, None)) == "not known: the loop has no last step"
     assert left(pace_of([], 10, 10)) == "none: all steps are done"
@@ -151,17 +149,8 @@ def test_nothing_is_drawn_without_a_terminal(cli: Cli, run: RunPaths) -> None:
         assert not re.search("[█░▁▂▃▄▅▆▇\x1b\r]", out)
         assert "13 min 56 s" in out
     assert "steps        24 of 100, 24%" in cli("status", run.root).out
-
-
-def test_json_has_the_same_facts_as_numbers(cli: Cli, run: RunPaths) -> None:
     facts = cli("status", run.root, "--json").json
-    assert facts["pace"] == {
-        "steps_done": 24,
-        "steps": 100,
-        "step_s": 11.0,
-        "steps_timed": 24,
-        "seconds_left": 836.0,
-    }
+    assert facts["pace"] == msgspec.structs.asdict(PACE)
     assert facts["curve"]["values"][-1] == 0.96
     assert facts["nodes"] == {}, "its job is gone, and with it the nodes"
     assert len(facts["steps"]) == 5

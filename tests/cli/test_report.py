@@ -40,14 +40,10 @@ def test_json_has_the_same_numbers_as_status_and_writes_no_page(
     assert facts["step"] == status["step"]
     assert facts["cost"]["price"] == pytest.approx(facts["cost"]["hours"] * 2, rel=1e-3)
     assert not (tmp_path / "report.html").exists()
-    both = cli("report", run.root, "--json", "--out", tmp_path / "page.html")
+    both = cli("report", run.root, f"{run.root}/", "--json", "--out", tmp_path / "page.html")
+    assert len(both.json["runs"]) == 1, "named twice, told once"
     assert both.json["runs"][0]["name"] == "run"
     assert (tmp_path / "page.html").exists()
-
-
-def test_a_run_that_is_named_twice_is_told_once(cli: Cli, tmp_path: Path) -> None:
-    run = make_interrupted_run(tmp_path / "run", 0)
-    assert len(cli("report", run.root, f"{run.root}/", "--json").json["runs"]) == 1
 
 
 def test_a_directory_that_is_no_run_and_a_place_that_cannot_be_written_are_refused(

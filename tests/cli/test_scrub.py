@@ -33,13 +33,9 @@ def run(tmp_path: Path) -> RunPaths:
     return paths
 
 
-def test_all_that_is_well_is_said_in_a_line_each(cli: Cli, run: RunPaths) -> None:
+def test_what_is_well_is_said_in_a_line_each_and_what_is_damaged_set_aside(cli: Cli, run: RunPaths) -> None:
     result = cli("verify", run.root, "--scrub")
-    assert result.code == ExitCode.OK
-    assert result.out.count("  verified, ") == 2
-
-
-def test_what_is_damaged_is_named_and_set_aside(cli: Cli, run: RunPaths) -> None:
+    assert (result.code, result.out.count("  verified, ")) == (ExitCode.OK, 2)
     (run.checkpoint(20) / "metadata.json").write_bytes(b"[]")
     dry = cli("verify", run.root, "--scrub", "--dry-run", "--json")
     assert (dry.code, dry.json["ok"]) == (ExitCode.CORRUPT, False)

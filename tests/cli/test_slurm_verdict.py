@@ -21,7 +21,6 @@ pytestmark = pytest.mark.scenario("USE09")
     ("word", "where"),
     [
         ("slurm.gpus_per_node=8", "slurm.gpus_per_node=8"),
-        ("slurm.mem_mb_per_node=999999999", "slurm.mem_mb_per_node=999999999"),
         ("slurm.extra={constraint: nosuch}", "slurm.extra.constraint=nosuch"),
         ("slurm.extra={reservation: nosuch}", "slurm.extra.reservation=nosuch"),
     ],

@@ -60,14 +60,6 @@ def test_a_step_that_was_all_replayed_has_no_speed() -> None:
     assert "tok/s" not in progress(replayed)
 
 
-@pytest.mark.parametrize("width", [200, 80, 60, 40, 20])
-def test_a_narrow_terminal_loses_columns_and_never_breaks_a_line(width: int) -> None:
-    fits = render.fitting(*steps_table([ROW | {"eval/reward": 0.5}]), width)
-    rooms = [max(map(len, (name, *cells))) for name, cells in fits.items()]
-    assert sum(rooms) + render.GAP * (len(rooms) - 1) <= max(width, 21)
-    assert list(fits)[:3] == ["step", "reward", "eval"]
-
-
 def test_status_shows_the_last_steps_and_json_all_of_their_numbers(cli: Cli, run: RunPaths) -> None:
     assert "tok/s" not in cli("status", run.root).out
     assert cli("status", run.root, "--json").json["steps"] == []

@@ -16,41 +16,20 @@ from verl_slurm.slurm.requeue_rules import refuse_requeue
 NO_REQUEUE = Path(__file__).parents[1] / "slurm/golden/norequeue_preempted_in_grace.txt"
 
 
+SAVED = {"event": "saved", "seconds": 0.2, "num_bytes": 2_000_000}
+LOST = {"event": "cause", "cause": "preemption", "seconds_left": 28.4, "evidence": "PreemptTime is set"}
+SLOW = {"event": "warning", "topic": "storage", "text": "it is SLOW: 3 MB a second"}
+OFTEN = {"event": "notice", "topic": "cadence", "text": "saves once in 5 steps: measured"}
+
+
 @pytest.mark.parametrize(
     ("event", "text"),
     [
-        (
-            {"event": "cause", "cause": "preemption", "seconds_left": 28.4, "evidence": "PreemptTime is set"},
-            "PREEMPTION, 28.4 s left: PreemptTime is set",
-        ),
-        (
-            {
-                "event": "saved",
-                "name": "step_000003_sp0007",
-                "seconds": 0.2,
-                "num_bytes": 2_000_000,
-                "emergency": True,
-            },
-            "emergency checkpoint step_000003_sp0007, 2.0 MB in 0.2 s",
-        ),
-        (
-            {
-                "event": "saved",
-                "name": "step_000004",
-                "seconds": 0.2,
-                "num_bytes": 2_000_000,
-                "reason": "a multiple of 4",
-            },
-            "checkpoint step_000004, 2.0 MB in 0.2 s: a multiple of 4",
-        ),
-        (
-            {"event": "warning", "topic": "storage", "text": "it is SLOW: 3 MB a second"},
-            "WARNING, storage: it is SLOW: 3 MB a second",
-        ),
-        (
-            {"event": "notice", "topic": "cadence", "text": "saves once in 5 steps: measured"},
-            "cadence: saves once in 5 steps: measured",
-        ),
+        (LOST, "PREEMPTION, 28.4 s left: PreemptTime is set"),
+        (SAVED | {"name": "a", "emergency": True}, "emergency checkpoint a, 2.0 MB in 0.2 s"),
+        (SAVED | {"name": "a", "reason": "a multiple"}, "checkpoint a, 2.0 MB in 0.2 s: a multiple"),
+        (SLOW, "WARNING, storage: it is SLOW: 3 MB a second"),
+        (OFTEN, "cadence: saves once in 5 steps: measured"),
         ({"event": "requeue", "accepted": False, "detail": "no"}, "requeue REFUSED: no"),
         ({"event": "ended", "exit_code": 0, "reason": "all steps"}, "ended with 0, done: all steps"),
         ({"event": "news", "attempt": 1, "colour": "red", "empty": None}, "news colour=red"),

@@ -42,8 +42,9 @@ def begin(run: Path) -> None:
     append_event(RunPaths(run), "started", attempt=1)
 
 
-def test_a_run_is_made_private_and_told_to_its_end(workplace: Path, cli: Cli) -> None:
-    result = cli("submit", "config.yaml", "name=demo-quick", *LOCAL, "--wait")
+def test_a_run_is_made_private_with_absolute_paths_and_told_to_its_end(workplace: Path, cli: Cli) -> None:
+    assert "no runs in" in cli("list", workplace).out
+    result = cli("submit", "config.yaml", "name=demo-quick", "train.steps=7", *LOCAL, "--wait")
     run = workplace / "runs" / "demo-quick"
     assert result.code == 0
     assert f"run directory  {run}" in result.out
@@ -52,16 +53,12 @@ def test_a_run_is_made_private_and_told_to_its_end(workplace: Path, cli: Cli) ->
     assert "ended with 0, done" in result.out
     for path in [run, *run.rglob("*")]:
         assert path.stat().st_mode & 0o077 == 0, path
-
-
-def test_the_resolved_config_is_kept_with_absolute_paths(workplace: Path, cli: Cli) -> None:
-    cli("submit", "config.yaml", "name=demo-quick", "train.steps=7", *LOCAL, "--wait")
-    run = workplace / "runs" / "demo-quick"
     config = load_resolved(run / "run.yaml")
-    assert config.train.steps == 7
-    assert config.data.root == str(workplace / "data")
-    assert config.model.path == str(workplace / "model")
-    assert config.run_dir == str(run)
+    assert (config.train.steps, config.run_dir) == (7, str(run))
+    assert (config.data.root, config.model.path) == (str(workplace / "data"), str(workplace / "model"))
+    assert [Path(run["run_dir"]).name for run in cli("list", "--json").json] == ["demo-quick"]
+    assert "demo-quick" in cli("list", "runs").out
+    assert "no checkpoints" in cli("list", "runs/demo-quick").out
 
 
 def test_json_says_the_same_to_a_script(workplace: Path, cli: Cli) -> None:
@@ -260,15 +257,6 @@ def test_logs_are_shown_without_their_escape_sequences(workplace: Path, cli: Cli
     assert cli("logs", "--agent", "runs/demo-quick").code == 2
     missing = cli("logs", "--node", "0", "runs/demo-quick")
     assert missing.code == ExitCode.NOT_FOUND
-
-
-def test_list_shows_the_runs_below_a_directory(workplace: Path, cli: Cli) -> None:
-    assert "no runs in" in cli("list", workplace).out
-    cli("submit", "config.yaml", "name=demo-quick", *LOCAL, "--wait")
-    found = cli("list", "--json").json
-    assert [Path(run["run_dir"]).name for run in found] == ["demo-quick"]
-    assert "demo-quick" in cli("list", "runs").out
-    assert "no checkpoints" in cli("list", "runs/demo-quick").out
 
 
 def test_a_run_that_came_to_nothing_may_be_submitted_with_any_change(workplace: Path, cli: Cli) -> None:

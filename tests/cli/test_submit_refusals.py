@@ -20,40 +20,6 @@ Cli = Callable[..., Any]
 User = Callable[[], AbstractContextManager[None]]
 
 
-def test_a_missing_configuration_is_refused(workplace: Path, cli: Cli) -> None:
-    result = cli("submit", "confg.yaml", "--cluster", "local")
-    assert result.code == ExitCode.CONFIG
-    assert "no such configuration: confg.yaml" in result.error
-    assert "config.yaml" in result.error
-
-
-@pytest.mark.parametrize(
-    ("words", "part"),
-    [
-        (["train.stepz=3"], "no such key: override train.stepz=3: train.stepz (expected train.steps)"),
-        (["train.steps=many"], "wrong value: override train.steps=many (found 'many', text, expected int)"),
-        (
-            ["model.path=builtin:huge"],
-            "no such built-in: model.path (found builtin:huge, expected builtin:tiny or builtin:tiny32)",
-        ),
-        (["model.reward=rule:vibes"], "expected rule:arithmetic"),
-        (["distributed.dp_size=3"], "the same number of ranks on every node"),
-        (
-            ["model.path=builtin:tiny", "distributed.tp_size=4"],
-            "expected a divisor of the model's num_key_value_heads=2",
-        ),
-        (
-            ["model.path=builtin:tiny", "distributed.pp_size=4", "train.micro_batch_size_per_device=1"],
-            "expected at most the model's num_hidden_layers=2",
-        ),
-    ],
-)
-def test_a_wrong_configuration_is_refused(workplace: Path, cli: Cli, words: list[str], part: str) -> None:
-    result = cli("submit", "config.yaml", *words, "--cluster", "local")
-    assert result.code == ExitCode.CONFIG
-    assert part in result.error
-
-
 def test_an_engine_that_is_not_there_or_cannot_take_the_model_is_refused(
     workplace: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,6 +38,8 @@ def test_a_refusal_is_json_where_json_was_asked_for(workplace: Path, cli: Cli) -
     result = cli("submit", "config.yaml", "train.stepz=3", "--json")
     assert result.json["exit_code"] == ExitCode.CONFIG
     assert "train.steps" in result.json["error"]
+    result = cli("status", "--json")
+    assert result.code == result.json["exit_code"] == ExitCode.USAGE
 
 
 def test_one_answer_has_unknown_keys_wrong_values_missing_files_and_programs(
@@ -93,60 +61,6 @@ def test_one_answer_has_unknown_keys_wrong_values_missing_files_and_programs(
     again = cli("submit", "config.yaml", *words, "--cluster", "local", "--json").json
     assert again["error"].endswith(f" | {said}")
     assert again["exit_code"] == ExitCode.CONFIG
-
-
-@pytest.mark.parametrize(
-    ("make", "part"),
-    [
-        (lambda root: None, "no such data directory"),
-        (lambda root: root.touch(), "found a file"),
-        (lambda root: root.mkdir(), "no prompts in the data directory"),
-        (lambda root: (root.mkdir(), (root / "a.jsonl").touch()), "found 1 file without a row"),
-        (lambda root: (root.mkdir(), (root / "a.jsonl").write_text("{nonsense\n")), "a line is not JSON: "),
-        (
-            lambda root: (root.mkdir(), (root / "a.jsonl").write_text('{"question": "1"}\n')),
-            "text under 'prompt'",
-        ),
-        (lambda root: (root.mkdir(), (root / "a.jsonl").write_text("3\n")), "found int"),
-    ],
-    ids=["missing", "a file", "empty", "an empty file", "not JSON", "another key", "no object"],
-)
-def test_missing_or_empty_data_is_refused(
-    workplace: Path,
-    cli: Cli,
-    tmp_path_factory: pytest.TempPathFactory,
-    make: Callable[[Path], object],
-    part: str,
-) -> None:
-    root = tmp_path_factory.mktemp("bad") / "data"
-    make(root)
-    result = cli("submit", "config.yaml", f"data.root={root}", "--cluster", "local")
-    assert result.code == ExitCode.DATA
-    assert part in result.error
-    assert any(word in result.error for word in ("; set data.", "; fix or remove"))
-
-
-@pytest.mark.parametrize(
-    ("files", "part"),
-    [([], "not a model directory"), (["config.json"], "has no weights")],
-    ids=["no config", "no weights"],
-)
-def test_a_directory_that_is_no_model_is_refused(
-    workplace: Path, cli: Cli, tmp_path_factory: pytest.TempPathFactory, files: list[str], part: str
-) -> None:
-    root = tmp_path_factory.mktemp("model")
-    for name in files:
-        (root / name).touch()
-    for key in ("model.path=", "model.reward=classifier:"):
-        result = cli("submit", "config.yaml", f"{key}{root}", "--cluster", "local")
-        assert result.code == ExitCode.DATA
-        assert part in result.error
-
-
-def test_a_missing_model_is_refused(workplace: Path, cli: Cli) -> None:
-    result = cli("submit", "config.yaml", "model.path=/nowhere", "--cluster", "local")
-    assert result.code == ExitCode.DATA
-    assert "no such model directory: /nowhere" in result.error
 
 
 @pytest.fixture
@@ -180,12 +94,6 @@ def test_no_write_permission_is_refused_before_anything_is_made(
     assert not (closed_place / "runs").exists()
 
 
-def test_a_kernel_file_system_is_no_place_for_a_run_even_for_root(workplace: Path, cli: Cli) -> None:
-    result = cli("submit", "config.yaml", "run_dir=/proc/self/run", "--cluster", "local")
-    assert result.code == ExitCode.PERMISSION
-    assert "the run directory cannot be written: /proc/self/run" in result.error
-
-
 def test_an_unreadable_configuration_and_unreadable_data_are_refused(
     workplace: Path, closed_place: Path, ordinary_user: User
 ) -> None:
@@ -202,26 +110,6 @@ def test_an_unreadable_configuration_and_unreadable_data_are_refused(
             load(closed_place / "my.yaml")
         with pytest.raises(DataError, match=r"cannot be read.*Permission denied.*chmod u\+r"):
             check_data(config)
-
-
-def test_a_file_in_the_way_of_the_run_directory_is_refused(workplace: Path, cli: Cli) -> None:
-    result = cli("submit", "config.yaml", "run_dir=config.yaml/run", "--cluster", "local")
-    assert result.code == ExitCode.PERMISSION
-    assert "a file is in the way" in result.error
-
-
-def test_a_directory_of_something_else_is_not_taken_for_a_run(workplace: Path, cli: Cli) -> None:
-    result = cli("submit", "config.yaml", "run_dir=data", "--cluster", "local")
-    assert result.code == ExitCode.PERMISSION
-    assert "holds something that is not a run" in result.error
-
-
-@pytest.mark.usefixtures("without_slurm")
-def test_no_slurm_is_refused_where_slurm_was_asked_for(workplace: Path, cli: Cli) -> None:
-    result = cli("submit", "config.yaml", "--cluster", "slurm")
-    assert result.code == ExitCode.NO_SLURM
-    assert "Slurm's commands are not here" in result.error
-    assert "--cluster local" in result.error
 
 
 @pytest.mark.usefixtures("without_slurm")
@@ -250,11 +138,13 @@ def test_a_slurm_that_does_not_answer_is_never_replaced_by_this_machine(
     assert "Slurm does not answer" in result.errors[-1]
 
 
-def test_an_unwritten_directory_for_a_status_is_not_a_run(workplace: Path, cli: Cli) -> None:
-    for command in ("status", "watch", "logs", "cancel", "requeue"):
-        result = cli(command, "data")
+def test_a_directory_of_something_else_is_no_run_for_any_command(workplace: Path, cli: Cli) -> None:
+    words = dict.fromkeys(("status", "watch", "logs", "cancel", "requeue"), "not a run directory")
+    words |= dict.fromkeys(("verify", "inspect data"), "neither a run nor a checkpoint: data")
+    for command, said in (words | {"submit": "a directory, but not a run: data"}).items():
+        result = cli(*command.split(), "data")
         assert result.code == ExitCode.NOT_FOUND
-        assert "not a run directory" in result.error
+        assert said in result.error
 
 
 def test_a_mistyped_command_is_answered_with_the_nearest(workplace: Path, cli: Cli) -> None:
@@ -332,19 +222,6 @@ def test_what_a_job_would_find_out_is_found_out_by_a_dry_run(
     assert "builtin:tiny" not in result.error
 
 
-def test_a_directory_without_a_run_is_not_submitted(workplace: Path, cli: Cli) -> None:
-    result = cli("submit", "data")
-    assert result.code == ExitCode.NOT_FOUND
-    assert "a directory, but not a run: data" in result.error
-
-
-def test_what_is_neither_run_nor_checkpoint_is_not_verified(workplace: Path, cli: Cli) -> None:
-    for words in (("verify", "data"), ("inspect", "data", "data")):
-        result = cli(*words)
-        assert result.code == ExitCode.NOT_FOUND
-        assert "neither a run nor a checkpoint: data" in result.error
-
-
 def test_another_user_s_run_is_one_line_and_does_not_hide_the_others(
     workplace: Path, cli: Cli, closed_place: Path, ordinary_user: User
 ) -> None:
@@ -363,12 +240,6 @@ def test_another_user_s_run_is_one_line_and_does_not_hide_the_others(
         listed = cli("list", closed_place)
     assert listed.code == 0
     assert "no permission" in listed.out
-
-
-def test_a_usage_error_is_json_where_json_was_asked_for(workplace: Path, cli: Cli) -> None:
-    result = cli("status", "--json")
-    assert result.code == ExitCode.USAGE
-    assert result.json["exit_code"] == ExitCode.USAGE
 
 
 def test_a_file_system_without_room_for_one_checkpoint_is_refused_before_anything_is_queued(

@@ -1,13 +1,16 @@
-"""`watch` of many runs; of one: test_submit_local.py."""
+"""`watch` of many runs, and of one that was submitted again after an end; of one: test_submit_local.py."""
 
 import json
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.cli.test_submit_local import LOCAL, wait_for_event
 from tests.journals import append_event
 from tests.many_runs import make_run
 from verl_slurm.base.exit_codes import ExitCode
@@ -74,3 +77,28 @@ def test_one_of_several_names_that_is_wrong_is_refused(cli: Cli, place: Path) ->
     result = cli("watch", place / "over", place / "ovre")
     assert result.code == ExitCode.NOT_FOUND
     assert f"{place / 'ovre'};" in result.error
+
+
+@pytest.mark.slow
+@pytest.mark.scenario("USE02")
+def test_watch_follows_the_job_that_runs_after_an_earlier_one_was_cancelled(
+    workplace: Path, cli: Cli
+) -> None:
+    run = workplace / "runs" / "demo"
+    assert cli("submit", "config.yaml", *LOCAL).code == 0
+    wait_for_event(run, "started")
+    assert cli("cancel", run).code == 0
+    assert cli("watch", run).code == ExitCode.CANCELLED, "over, until it is submitted again"
+    assert cli("submit", "config.yaml", *LOCAL).code == 0
+    words = [sys.executable, "-m", "verl_slurm.cli", "watch", str(run), "--json"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as watch:
+        assert watch.stdout is not None
+        told: list[str] = []
+        for line in watch.stdout:
+            told.append(json.loads(line)["event"])
+            if told.count("started") == 2:
+                break
+        assert told.count("ended") == 1, "the end of the first job is told, and is not the run's"
+        assert cli("cancel", run).code == 0
+        assert '"ended"' in watch.stdout.read()
+        assert watch.wait(timeout=60) == ExitCode.CANCELLED

@@ -28,36 +28,16 @@ def test_every_key_is_explained_and_none_is_called_explain(every: dict[str, Expl
     assert "distributed.dp_size" in every["distributed.nodes"].related
 
 
-@pytest.mark.parametrize(
-    ("key", "unit"),
-    [
-        ("slurm.time_limit_min", "minutes"),
-        ("slurm.signal_lead_s", "seconds"),
-        ("health.min_free_mb", "MiB"),
-        ("checkpoint.scrub_mb_per_s", "MB/s"),
-        ("train.lr_min_ratio", ""),
-        ("observability.metrics_port", ""),
-    ],
-)
-def test_the_unit_is_that_of_the_name(every: dict[str, Explained], key: str, unit: str) -> None:
-    assert every[key].unit == unit
-
-
-@pytest.mark.parametrize(
-    ("key", "words"),
-    [
-        ("slurm.partition", "yes"),
-        ("env", "yes"),
-        ("services.NAME.port", "yes"),
-        ("train.kl_coef", "no"),
-        ("train.steps", "to the steps that are done, or more"),
-        ("distributed.dp_size", "together with the number of ranks, if a step stays the same"),
-    ],
-)
-def test_it_says_whether_a_run_may_go_on_with_another_value(
-    every: dict[str, Explained], key: str, words: str
-) -> None:
-    assert every[key].may_change == words
+def test_the_unit_is_that_of_the_name_and_what_may_change_is_told(every: dict[str, Explained]) -> None:
+    units = {"slurm.time_limit_min": "minutes", "slurm.signal_lead_s": "seconds", "health.min_free_mb": "MiB"}
+    for key, unit in (units | {"train.lr_min_ratio": "", "observability.metrics_port": ""}).items():
+        assert every[key].unit == unit
+    for key in ("slurm.partition", "env", "services.NAME.port"):
+        assert every[key].may_change == "yes"
+    assert every["train.kl_coef"].may_change == "no"
+    assert every["train.steps"].may_change == "to the steps that are done, or more"
+    layout = "together with the number of ranks, if a step stays the same"
+    assert every["distributed.dp_size"].may_change == layout
 
 
 def test_every_example_is_a_value_of_its_key(every: dict[str, Explained]) -> None:
@@ -95,13 +75,12 @@ def told(capsys: pytest.CaptureFixture[str]) -> Told:
 
 def test_a_key_is_explained_with_all_that_the_code_says_of_it(told: Told) -> None:
     text = told("explain", "train.kl_in")
+    assert "train.kl_in: reward | loss, default reward" in text
+    assert "the penalty is part of what is maximised" in text
     assert "may change  no" in text
     assert "example     verl-slurm submit FILE train.kl_in=loss" in text
     assert "checkpoint.min_every_steps" in told("explain", "checkpoint.intervals"), "whose meaning names it"
     assert "may change" not in told("train.kl_in"), "a key that is only named stays short"
-
-
-def test_a_section_is_explained_by_its_meanings(told: Told) -> None:
     assert "may change" not in told("explain", "slurm")
 
 

@@ -4,8 +4,6 @@ import pytest
 
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.config.load import differences, dump, load, parse_config
-from verl_slurm.config.roles import data_root
-from verl_slurm.config.schema import RunConfig
 from verl_slurm.verl.overrides import user_settings
 
 _VERL = b"trainer: {backend: verl}\nverl:\n  trainer: {total_epochs: 2, save_freq: 5}\n"
@@ -58,45 +56,3 @@ def test_hydras_option_for_a_file_names_what_takes_its_place(words: list[str], i
         user_settings(parse_config(_VERL, "x.yaml", [], words).verl)
     (line,) = caught.value.lines()
     assert instead in line
-
-
-@pytest.mark.parametrize(
-    ("text", "key"),
-    [
-        ("verl: {a: 1}", "verl"),
-        ("trainer: {entry: sft}", "trainer.entry"),
-        ("trainer: {backend: command}", "trainer.command"),
-        ("trainer: {backend: verl, entry: sft, command: [a.py]}", "trainer.command"),
-        ("trainer: {backend: verl}\ntrain: {steps: 5}", "train.steps"),
-        ("trainer: {backend: verl}\nmodel: {path: /m}", "model.path"),
-        ("trainer: {backend: command, command: [a.py]}\nrollout: {engine: vllm}", "rollout.engine"),
-        (
-            "trainer: {backend: command, command: [a.py]}\ncheckpoint: {cadence: young_daly}",
-            "checkpoint.cadence",
-        ),
-        (
-            "trainer: {backend: verl}\ncheckpoint: {local_dir: /nvme}",
-            "checkpoint.local_dir",
-        ),
-        ("trainer: {backend: verl}\ndistributed: {dp_size: 4, tp_size: 2}", "distributed.tp_size"),
-        ("trainer: {backend: verl}\ndata: {prompt_key: x}", "data.prompt_key"),
-    ],
-)
-def test_a_key_that_nobody_reads_is_refused_by_its_name(text: str, key: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_config(text.encode(), "x.yaml")
-    assert str(caught.value.where).endswith(key)
-
-
-def test_on_ray_one_process_speaks_and_every_node_listens_for_it() -> None:
-    ppo = parse_config(b"trainer: {backend: verl}\ndistributed: {dp_size: 8, nodes: 4}", "x.yaml")
-    assert (ppo.speakers, ppo.speakers_on(3)) == (1, range(1))
-    sft = parse_config(b"trainer: {backend: verl, entry: sft}\ndistributed: {dp_size: 8, nodes: 4}", "x.yaml")
-    assert (sft.speakers, sft.speakers_on(3)) == (8, range(6, 8))
-
-
-def test_a_guest_has_data_only_where_it_was_said() -> None:
-    assert data_root(RunConfig()) is not None
-    text = "trainer: {backend: command, command: [a.py]}\n"
-    assert data_root(parse_config(text.encode(), "x.yaml")) is None
-    assert str(data_root(parse_config(f"{text}data: {{root: /d}}".encode(), "x.yaml"))) == "/d"

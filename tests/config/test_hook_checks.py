@@ -6,36 +6,12 @@ import pytest
 
 from verl_slurm.base.errors import ConfigError, PermissionRefused
 from verl_slurm.checks import told
-from verl_slurm.config.changes import may_change
 from verl_slurm.config.load import dump, load, parse_config
 from verl_slurm.submit.checks.user_programs import check_hooks
 from verl_slurm.submit.relative_paths import Places, absolute
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["hooks.on_end=['']"], "a program and its arguments"),
-        (["hooks.on_end=[-c, x]"], "a program and its arguments"),
-        (["hooks.on_end=tell.sh"], "hooks.on_end"),
-        (["hooks.webhook=ftp://host/x"], "https://HOST/"),
-        (["hooks.webhook=file:///etc/passwd"], "https://HOST/"),
-        (["hooks.webhook=https://me:sesame@host/"], "a user or a password"),
-        (["hooks.webhook=http://host/sesame", "hooks.webhook_token_file=/t"], "in the clear"),
-        (["hooks.webhook=https://[sesame"], "https://HOST/"),
-        (["hooks.webhook_token_file=/t"], "hooks.webhook, which it is for"),
-        (["hooks.timeout_s=0"], "hooks.timeout_s"),
-        (["hooks.on_save=[x]"], "no such key"),
-    ],
-)
-def test_bad_values_get_one_line_without_the_address(words: list[str], told: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_config(b"", "x.yaml", words)
-    assert told in caught.value.one_line()
-    assert "sesame" not in caught.value.one_line()
-
-
-def test_good_ones_are_kept_and_may_change(tmp_path: Path) -> None:
+def test_good_ones_are_kept(tmp_path: Path) -> None:
     words = [
         "hooks.on_end=[./tell.sh, a b]",
         "hooks.webhook=http://localhost:9/x",
@@ -46,7 +22,6 @@ def test_good_ones_are_kept_and_may_change(tmp_path: Path) -> None:
     assert config.hooks.webhook_token_file == f"{tmp_path}/t"
     (tmp_path / "run.yaml").write_bytes(dump(config))
     assert load(tmp_path / "run.yaml") == config
-    assert may_change("hooks.on_end")
 
 
 def test_programs_and_the_token_are_looked_for_before_queueing(tmp_path: Path) -> None:

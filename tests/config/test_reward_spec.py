@@ -16,43 +16,20 @@ from verl_slurm.config.reward_spec import RewardSpec, check_function, nearest_fo
         ("classifier:/models/rm", RewardSpec("classifier", "/models/rm")),
         ("python:my.pkg:score", RewardSpec("python", "my.pkg", "score")),
         ("python:/a b/c:d.py:score", RewardSpec("python", "/a b/c:d.py", "score")),
+        *((text, None) for text in ("", "rule:", "python:mod", "python:mod:", "python::f", "python:a/b:f")),
+        *((text, None) for text in ("python:m:f()", "model:x", "rule:a\nb")),
     ],
 )
-def test_the_forms_there_are(text: str, spec: RewardSpec) -> None:
+def test_the_forms_there_are_and_what_is_none_of_them(text: str, spec: RewardSpec | None) -> None:
     assert parse_reward(text) == spec
-    assert str(spec) == text
+    assert spec is None or str(spec) == text
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "rule:",
-        "python:mod",
-        "python:mod:",
-        "python::f",
-        "python:a/b:f",
-        "python:m:f()",
-        "model:x",
-        "rule:a\nb",
-    ],
-)
-def test_what_is_none_of_them(text: str) -> None:
-    assert parse_reward(text) is None
-
-
-@pytest.mark.parametrize(
-    ("text", "hint"),
-    [
-        ("my.py:score", "write python:my.py:score"),
-        ("pkg.my:score", "write python:pkg.my:score"),
-        ("python:my.py", "write python:my.py:FUNCTION"),
-        ("clasifier:x", ""),
-        ("", ""),
-    ],
-)
-def test_a_reward_without_its_kind_is_told_how_to_be_written(text: str, hint: str) -> None:
-    assert nearest_form(text) == hint
+def test_a_reward_without_its_kind_is_told_how_to_be_written() -> None:
+    assert nearest_form("my.py:score") == "write python:my.py:score"
+    assert nearest_form("pkg.my:score") == "write python:pkg.my:score"
+    assert nearest_form("python:my.py") == "write python:my.py:FUNCTION"
+    assert nearest_form("clasifier:x") == nearest_form("") == ""
 
 
 def _python(name: str, function: str = "score") -> RewardSpec:

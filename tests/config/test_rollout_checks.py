@@ -9,7 +9,6 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.config.checks import rollout as rollout_checks
 from verl_slurm.config.checks.rollout import check_engine, max_model_len, model_complaints, require_engine
 from verl_slurm.config.checks.shared import complaints
-from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
 
 GOOD = {"num_attention_heads": 4, "hidden_size": 128, "max_position_embeddings": 128}
@@ -23,20 +22,6 @@ def test_the_defaults_and_a_pair_of_ranks_on_each_node_are_accepted() -> None:
     for good in (RunConfig(), config(), config(tensor_parallel_size=2)):
         assert complaints(good) == []
     check_engine(config(tensor_parallel_size=2), "m", GOOD)
-
-
-@pytest.mark.parametrize(
-    ("bad", "expected"),
-    [
-        (config(tensor_parallel_size=3), "a divisor of the ranks of one node"),
-        (config(tensor_parallel_size=4), "a divisor of the ranks of one node"),
-        (config(engine="hf", tensor_parallel_size=2), "every rank samples alone"),
-    ],
-)
-def test_ranks_that_cannot_sample_together_are_refused(bad: RunConfig, expected: str) -> None:
-    (complaint,) = complaints(bad)
-    assert complaint.key == "rollout.tensor_parallel_size"
-    assert expected in complaint.expected
 
 
 @pytest.mark.parametrize(
@@ -62,18 +47,12 @@ def test_a_model_that_vllm_would_refuse_is_refused_before(
     check_engine(msgspec.structs.replace(run, rollout=rollout), "/m", described)
 
 
-def test_heads_of_any_width_are_left_to_vllm_where_there_may_be_a_gpu() -> None:
-    assert not list(model_complaints(config(device="auto"), GOOD | {"hidden_size": 64}))
-
-
-def test_scaled_positions_are_left_to_vllm() -> None:
+def test_what_vllm_may_be_able_to_do_is_left_to_it() -> None:
+    assert not list(model_complaints(config(device="auto"), GOOD | {"hidden_size": 64})), "heads on a GPU"
     long = config(max_new_tokens=300)
     assert list(model_complaints(long, GOOD))
     assert not list(model_complaints(long, GOOD | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}))
-
-
-def test_the_longest_sequence_is_prompt_and_response() -> None:
-    assert max_model_len(config(max_new_tokens=112)) == 128
+    assert max_model_len(config(max_new_tokens=112)) == 128, "prompt and response"
     assert not list(model_complaints(config(max_new_tokens=112), GOOD))
 
 
@@ -87,12 +66,3 @@ def test_an_engine_that_is_not_installed_is_one_line_with_the_way_to_install_it(
     assert caught.value.exit_code is ExitCode.CONFIG
     assert "vLLM is not installed here" in caught.value.one_line()
     assert "make vllm" in caught.value.one_line()
-
-
-@pytest.mark.parametrize(
-    "word",
-    ["engine=sglang", "max_logprob_gap=0", "tensor_parallel_size=0", "gpu_memory_utilization=1.0"],
-)
-def test_values_outside_their_range_are_refused(word: str) -> None:
-    with pytest.raises(ConfigError):
-        parse_config(b"", "my.yaml", [f"rollout.{word}"])

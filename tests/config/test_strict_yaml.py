@@ -33,11 +33,6 @@ def test_a_run_yaml_of_the_first_release_is_read_as_it_was_then(name: str) -> No
     assert parse(dump(data), "again").data == data
 
 
-@pytest.mark.parametrize("name", ["run_own", "run_verl"])
-def test_a_run_yaml_of_the_first_release_is_a_configuration(name: str) -> None:
-    assert parse_config((GOLDEN / f"{name}.yaml").read_bytes(), "run.yaml").name
-
-
 def test_an_alias_is_a_copy_and_a_merge_key_gives_what_is_not_said() -> None:
     text = """
 base: &base {steps: 3, lr: 1e-5, names: [a, b]}

@@ -6,8 +6,7 @@ import pytest
 
 from tests.builders import run_config
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.config.container_section import ContainerConfig
-from verl_slurm.config.schema import RunConfig
+from verl_slurm.config.schema import ContainerConfig, RunConfig
 from verl_slurm.containers.image import check_image, pin_image
 from verl_slurm.submit.check_list import check_container
 

@@ -7,7 +7,7 @@ import pytest
 
 import verl_slurm
 from tests.builders import run_config
-from verl_slurm.config.container_section import ContainerConfig
+from verl_slurm.config.schema import ContainerConfig
 from verl_slurm.containers import runtimes
 
 

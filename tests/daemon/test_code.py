@@ -9,8 +9,7 @@ from verl_slurm_daemon.lead.attempt_start import check_code
 
 from verl_slurm.base.errors import ConfigError, DataError, PermissionRefused
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.config.code_section import CodeConfig
-from verl_slurm.config.schema import RunConfig
+from verl_slurm.config.schema import CodeConfig, RunConfig
 from verl_slurm.journal import events as ev
 from verl_slurm.program.code_record import CodeRecord, CodeTree, read_record
 from verl_slurm.program.copying import copy_tree, read_tree

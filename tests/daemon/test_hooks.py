@@ -16,8 +16,7 @@ import pytest
 from verl_slurm_daemon.lead.hook_runs import Hooks, hooks_of, sentence
 
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.config.hooks_section import HooksConfig
-from verl_slurm.config.schema import RunConfig
+from verl_slurm.config.schema import HooksConfig, RunConfig
 from verl_slurm.journal import events as ev
 
 pytestmark = pytest.mark.slow
@@ -66,7 +65,7 @@ def script(tmp_path: Path) -> Callable[[str], str]:
         (REQUEUED, ()),
         (DONE, ("on_end", "webhook")),
         (CANCELLED, ("on_end", "webhook")),
-        (FAILED, ("on_failure", "on_end", "webhook")),
+        (FAILED, ("on_end", "webhook")),
         (ev.Notice("Slurm", "text"), ()),
     ],
 )

@@ -12,10 +12,8 @@ import verl_slurm
 from tests.builders import run_config
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.config.health import HealthConfig
 from verl_slurm.config.load import parse_config
-from verl_slurm.config.schema import RunConfig
-from verl_slurm.config.services_section import ServiceConfig
+from verl_slurm.config.schema import HealthConfig, RunConfig, ServiceConfig
 from verl_slurm.containers.inside import ENVIRONMENT
 from verl_slurm.containers.runtimes import Gpus, contained_ranks_argv, in_image, mounts
 from verl_slurm.wire.messages import Launch
@@ -247,7 +245,6 @@ def test_all_inputs_are_mounted_whatever_trains() -> None:
     }
     program = ("trainer={backend: command, command: [/code/train.py]}", "data.root=/data")
     assert places(*program) == {"/run": True, "/code": False, "/data": False}
-    assert places("slurm.container.mount_home=true")[str(Path.home())]
     # An agent outside reads a secret itself, and the image does not see the file.
     secret = "env_from_files={DEMO_TOKEN: /secret}"
     assert "/secret" not in places(secret)

@@ -205,9 +205,9 @@ def test_no_name_path_or_text_of_an_event_is_on_the_page(paths: RunPaths, clock:
     assert len(samples(page)) < 70  # bounded, whatever happens
 
 
-def test_how_well_it_learns_is_shown_only_where_that_is_asked_for(paths: RunPaths, clock: Clock) -> None:
+def test_how_well_it_learns_is_shown_only_to_who_has_the_token(paths: RunPaths, clock: Clock) -> None:
     for asked in (False, True):
-        metrics, _, status = lead_of(paths, clock, learning_numbers=asked)
+        metrics, _, status = lead_of(paths, clock, token_file="/token" if asked else None)
         status.metrics = {"reward": 0.5, "kl": 0.1, "tokens_per_second": 50.0, "secret/thing": 1.0}
         page = page_of(metrics)
         assert value(page, "verl_learning", number="reward") == (0.5 if asked else None)
@@ -243,7 +243,7 @@ def test_an_agent_shows_its_ranks_one_by_one(paths: RunPaths, clock: Clock) -> N
 
 def test_what_is_exported_is_what_is_documented(paths: RunPaths, clock: Clock) -> None:
     documented = set(re.findall(r"`(verl_\w+)", (ROOT / "docs/observability.md").read_text()))
-    lead, journal, status = lead_of(paths, clock, learning_numbers=True)
+    lead, journal, status = lead_of(paths, clock, token_file="/token")
     journal.write(make_event("started", requeues=0))
     journal.write(make_event("saved", name="a", seconds=1.0, num_bytes=1, on_shared=True))
     clock.now += 1

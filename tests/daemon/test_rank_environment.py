@@ -11,8 +11,7 @@ from verl_slurm_daemon.agent.rank_environment import prepare_environment
 
 from tests.harness import wait_until_gone
 from verl_slurm.base.errors import NOT_SET_UP, ConfigError, PermissionRefused
-from verl_slurm.config.schema import DaemonConfig, RunConfig
-from verl_slurm.config.slurm_section import SlurmConfig
+from verl_slurm.config.schema import DaemonConfig, RunConfig, SlurmConfig
 
 NODE = {"PATH": "/usr/bin:/bin", "HOME": "/root", "NODE": "its own", "A": "node"}
 

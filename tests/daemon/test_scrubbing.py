@@ -15,7 +15,7 @@ from verl_slurm.config.schema import CheckpointConfig
 from verl_slurm.dataset.fingerprint.data_record import fingerprint
 from verl_slurm.journal.files import append_event, read_history
 
-CONFIG = CheckpointConfig(scrub_every_h=1.0, scrub_mb_per_s=1000.0)
+CONFIG = CheckpointConfig(scrub_every_h=1.0)
 
 
 @pytest.fixture

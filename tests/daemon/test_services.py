@@ -26,8 +26,7 @@ from tests.processes import free_port, python_path
 from verl_slurm.base.errors import NOT_SET_UP
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.config.schema import RunConfig
-from verl_slurm.config.services_section import ServiceConfig
+from verl_slurm.config.schema import RunConfig, ServiceConfig
 from verl_slurm.wire.lead_file import LeadAddress, write_lead_address
 from verl_slurm.wire.messages import FromAgent, Launch, ServiceSaid, Shutdown, ToAgent
 

@@ -13,8 +13,7 @@ from tests.journals import read_events
 from verl_slurm.base.errors import TierAway
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.config.schema import RunConfig
-from verl_slurm.config.tiers_section import TierConfig
+from verl_slurm.config.schema import RunConfig, TierConfig
 
 COLD = TierConfig(name="cold", kind="archive", path="/nonexistent")
 

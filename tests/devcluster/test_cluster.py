@@ -216,6 +216,9 @@ def test_without_the_programs_the_packages_are_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SlurmMissing, match="apt-get install slurm-wlm munge"):
         DevCluster(tmp_path / "c").start()
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    with pytest.raises(SlurmMissing, match="ask an administrator of this machine for: apt-get install"):
+        DevCluster(tmp_path / "c").start()
     assert not (tmp_path / "c").exists()
 
 
@@ -274,4 +277,4 @@ def test_a_daemon_that_never_goes_to_the_background_is_told_in_one_line(
     cluster = DevCluster(tmp_path)
     (tmp_path / "log").mkdir()
     with pytest.raises(SlurmRefused, match="sleep"):
-        cluster._spawn(["sleep", "600"], tmp_path / "pid", tmp_path / "log" / "slurmctld.log")
+        cluster.spawn(["sleep", "600"], tmp_path / "pid", tmp_path / "log" / "slurmctld.log")

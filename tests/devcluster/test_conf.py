@@ -14,7 +14,7 @@ def layout(version: tuple[int, int] = (22, 5)) -> ClusterLayout:
         name="dev0",
         version=version,
         memory_mb=1000,
-        ports=(10000, 10001, 10002, 10003, 10004, 10005),
+        ports=(10000, 10001, 10002, 10003, 10004),
     )
 
 
@@ -27,27 +27,19 @@ def layout(version: tuple[int, int] = (22, 5)) -> ClusterLayout:
     ],
 )
 def test_the_early_warning_is_spelled_as_the_version_wants_it(version: tuple[int, int], line: str) -> None:
-    with_signal = slurm_conf(ClusterOptions(), layout(version)).splitlines()
-    without = slurm_conf(ClusterOptions(send_user_signal=False), layout(version))
+    with_signal = slurm_conf(ClusterOptions(), layout(version), {}).splitlines()
+    without = slurm_conf(ClusterOptions(send_user_signal=False), layout(version), {})
     assert line in with_signal
     assert "user_signal" not in without
 
 
-def test_cgroups_are_switched_off_only_where_that_word_is_known() -> None:
-    assert cgroup_conf((22, 5)) == "CgroupPlugin=cgroup/v1\n"
-    assert cgroup_conf((23, 11)) == "CgroupPlugin=cgroup/v1\n"
+def test_nobody_but_this_machine_can_connect_and_each_version_has_its_words() -> None:
+    assert cgroup_conf((22, 5)) == cgroup_conf((23, 11)) == "CgroupPlugin=cgroup/v1\n"
     assert cgroup_conf((24, 5)) == "CgroupPlugin=disabled\n"
-
-
-def test_credentials_expire_as_slurm_likes_it_unless_asked() -> None:
-    assert "cred_expire" not in slurm_conf(ClusterOptions(), layout())
-    assert "AuthInfo=socket=/home/ada/dc/munge/socket,cred_expire=10\n" in slurm_conf(
-        ClusterOptions(cred_expire_s=10), layout()
-    )
-
-
-def test_nobody_but_this_machine_can_connect() -> None:
-    text = slurm_conf(ClusterOptions(), layout())
+    asked = slurm_conf(ClusterOptions(cred_expire_s=10), layout(), {})
+    assert "AuthInfo=socket=/home/ada/dc/munge/socket,cred_expire=10\n" in asked
+    text = slurm_conf(ClusterOptions(), layout(), {})
+    assert "cred_expire" not in text
     assert "CommunicationParameters=NoInAddrAny,NoCtldInAddrAny\n" in text
     assert text.count("NodeAddr=127.0.0.1") == 4
 
@@ -63,8 +55,9 @@ def test_nobody_but_this_machine_can_connect() -> None:
 def test_what_becomes_of_a_preempted_job_is_as_asked(
     mode: Literal["REQUEUE", "CANCEL", "SUSPEND"], everywhere: str, of_the_partition: str
 ) -> None:
-    lines = slurm_conf(ClusterOptions(preempt_mode=mode, grace_s=0), layout()).splitlines()
+    lines = slurm_conf(ClusterOptions(preempt_mode=mode, grace_s=0), layout(), {"KillWait": "1"}).splitlines()
     assert everywhere in lines
+    assert [line for line in lines if line.startswith("KillWait")] == ["KillWait=1"]
     (preemptible,) = (line for line in lines if line.startswith("PartitionName=preemptible"))
     (urgent,) = (line for line in lines if line.startswith("PartitionName=urgent"))
     assert of_the_partition in preemptible

@@ -60,7 +60,7 @@ def test_a_job_is_preempted_as(place: str, home: Path) -> None:
 def test_a_user_without_a_name_is_refused_before_anything_is_made(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("verl_slurm.devcluster.machine.find_programs", lambda **_: {})
+    monkeypatch.setattr("verl_slurm.devcluster.machine.find_programs", lambda: {})
     monkeypatch.setattr("os.geteuid", lambda: 424_242)
     with pytest.raises(ConfigError, match="no line for uid 424242"):
         DevCluster(tmp_path / "c").start()

@@ -26,8 +26,7 @@ from verl_slurm.base.files import private_dir
 from verl_slurm.base.one_line import json_line, printable
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import parse_config
-from verl_slurm.config.schema import ObservabilityConfig, RunConfig
-from verl_slurm.config.tiers_section import TierConfig
+from verl_slurm.config.schema import ObservabilityConfig, RunConfig, TierConfig
 from verl_slurm.journal.events import (
     KINDS,
     Avoid,
@@ -131,7 +130,7 @@ def test_a_server_s_words_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.scenario("M11")
 def test_labels_are_a_closed_list_and_the_page_stays_parsable(paths: RunPaths) -> None:
-    observability = ObservabilityConfig(metrics_port=0, learning_numbers=True)
+    observability = ObservabilityConfig(metrics_port=0, token_file="/token")
     config = RunConfig(name=EVIL, observability=observability)
     status = Status(state=EVIL, phase=EVIL, cause=EVIL, metrics={EVIL: 1.0})
     metrics = LeadMetrics(paths, config, status, lambda: 1.8e9)

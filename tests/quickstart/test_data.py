@@ -36,10 +36,6 @@ def test_building_twice_changes_nothing_and_modes_are_private(tmp_path: Path) ->
     assert {path: path.stat().st_mtime_ns for path in before} == {p: s.st_mtime_ns for p, s in before.items()}
     assert all(status.st_mode & 0o077 == 0 for status in before.values())
     assert [path.name for path in tmp_path.iterdir()] == ["sums"]
-
-
-def test_a_changed_file_is_noticed(tmp_path: Path) -> None:
-    root = build_data(tmp_path / "sums")
     with (root / "sums.jsonl").open("a") as file:
         file.write('{"prompt": "1+1=", "answer": "3"}\n')
     with pytest.raises(DataError, match="was changed"):

@@ -1,4 +1,4 @@
-"""Past jobs as sacct lists them: recorded on 22.05.8 with slurmdbd, by `devcluster start --accounting`."""
+"""Past jobs as sacct lists them: recorded on 22.05.8 with slurmdbd, by an embedded cluster with accounting."""
 
 from verl_slurm.slurm import commands
 from verl_slurm.slurm.parse import PastJobs, parse_past_jobs

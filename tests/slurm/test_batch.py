@@ -8,7 +8,7 @@ import pytest
 from tests.builders import run_config
 from tests.harness import ROOT
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.config.container_section import ContainerConfig
+from verl_slurm.config.schema import ContainerConfig
 from verl_slurm.slurm.batch import AWAIT, awaiting, batch_script
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_slurm.config.slurm_section import SlurmConfig
+from verl_slurm.config.schema import SlurmConfig
 from verl_slurm.slurm.rank_setup import python_of, setup_script
 
 INIT = Path("/usr/share/modules/init/bash")

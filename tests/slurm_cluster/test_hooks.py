@@ -18,7 +18,7 @@ def run(cluster: DevCluster, tmp_path: Path) -> Iterator[LiveRun]:
     hook = tmp_path / "hook.sh"
     hook.write_text(f'#!/bin/sh\ncat >> "{tmp_path}/$VERL_SLURM_HOOK"\n')
     hook.chmod(0o755)
-    words = [f"hooks.{name}=[{hook}]" for name in ("on_checkpoint", "on_requeue", "on_end", "on_failure")]
+    words = [f"hooks.{name}=[{hook}]" for name in ("on_checkpoint", "on_requeue", "on_end")]
     live = LiveRun(cluster, tmp_path / "run", *SMALL, *ONE_RANK, *words)
     yield live
     live.cancel()
@@ -43,5 +43,4 @@ def test_a_preempted_run_tells_of_its_checkpoints_its_requeue_and_its_end(
     assert len(verified) >= 2
     assert [event["attempt"] for event in told("on_requeue")] == [1]
     assert [(event["attempt"], event["exit"]) for event in told("on_end")] == [(2, "OK")]
-    assert told("on_failure") == []
     assert run.events("warning") == []

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.devcluster.accounting import AccountedCluster
 from tests.devcluster.test_accounting import NEEDS_SLURMDBD
 from tests.harness import SMALL, LiveRun, ends_like
 from verl_slurm.devcluster.cluster import DevCluster
@@ -19,7 +20,7 @@ def test_a_job_of_a_higher_qos_preempts_a_run_which_saves_and_resumes(
     make_cluster: Callable[..., DevCluster], twin: LiveRun, tmp_path: Path
 ) -> None:
     # Each node has a counted GPU, which the run asks for and does not use: it trains on CPUs, as its twin.
-    cluster = make_cluster(nodes=2, cred_expire_s=10, accounting=True, gpus=1)
+    cluster = make_cluster(kind=AccountedCluster, nodes=2, cred_expire_s=10, gpus=1)
     words = (*SMALL, "slurm.qos=normal", "slurm.gpus_per_node=1", "distributed.device=cpu")
     run = LiveRun(cluster, tmp_path / "run", *words).submit()
     try:

@@ -8,8 +8,7 @@ import pytest
 from tests.builders import run_config
 from verl_slurm.base.errors import ConfigError, DataError, NotFound, VerlSlurmError
 from verl_slurm.checks import good, told
-from verl_slurm.config.container_section import ContainerConfig
-from verl_slurm.config.schema import RunConfig
+from verl_slurm.config.schema import ContainerConfig, RunConfig
 from verl_slurm.submit.checks.model_and_reward import check_guest, check_reward
 
 

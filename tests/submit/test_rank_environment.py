@@ -12,8 +12,7 @@ import pytest
 import verl_slurm
 from verl_slurm.base.errors import ConfigError, PermissionRefused
 from verl_slurm.checks import good
-from verl_slurm.config.schema import RunConfig
-from verl_slurm.config.slurm_section import SlurmConfig
+from verl_slurm.config.schema import RunConfig, SlurmConfig
 from verl_slurm.submit.checks.ranks_environment import (
     check_rank_environment,
     show_rank_environment,

@@ -10,9 +10,7 @@ import pytest
 from tests.builders import run_config
 from verl_slurm.base.errors import ConfigError, DataError, PermissionRefused
 from verl_slurm.checks import good, skipped
-from verl_slurm.config.hooks_section import HooksConfig
-from verl_slurm.config.schema import RunConfig
-from verl_slurm.config.services_section import ServiceConfig
+from verl_slurm.config.schema import HooksConfig, RunConfig, ServiceConfig
 from verl_slurm.slurm.batch import batch_script, component_lines, sbatch_parameters
 from verl_slurm.submit.checks.user_programs import check_hooks, check_services
 from verl_slurm.submit.executor import with_components

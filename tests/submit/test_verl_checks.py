@@ -18,9 +18,8 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.format.specification import FileEntry
 from verl_slurm.checks import told
-from verl_slurm.config.container_section import ContainerConfig
 from verl_slurm.config.load import parse_config
-from verl_slurm.config.schema import RunConfig
+from verl_slurm.config.schema import ContainerConfig, RunConfig
 from verl_slurm.submit.checks import verl as verl_checks
 from verl_slurm.submit.checks.run_directory import checkpoint_size
 from verl_slurm.submit.checks.verl import check_ranks, check_verl

@@ -23,8 +23,7 @@ from verl_slurm.checkpoint.format.specification import FileEntry
 from verl_slurm.checkpoint.store.chunks import entry_of
 from verl_slurm.checkpoint.store.commit import commit
 from verl_slurm.checkpoint.store.copies import CopyPlace
-from verl_slurm.config.schema import RunConfig
-from verl_slurm.config.tiers_section import TierConfig
+from verl_slurm.config.schema import RunConfig, TierConfig
 from verl_slurm.tiers import s3
 from verl_slurm.tiers.run_copies import RunCopies, run_prefix
 from verl_slurm.tiers.survey import OpenTier, open_place

@@ -26,7 +26,7 @@ from tests.tiers.radosgw import BUCKET, running
 from verl_slurm.base.errors import CheckpointCorrupt, NotFound, TierError
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.copies import content_problem
-from verl_slurm.config.tiers_section import TierConfig
+from verl_slurm.config.schema import TierConfig
 from verl_slurm.tiers.fetch import fetch
 from verl_slurm.tiers.mover import Pass, sync
 from verl_slurm.tiers.s3 import S3Place, part_size

@@ -36,7 +36,7 @@ from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.checkpoint.format.specification import MANIFEST, FileEntry
 from verl_slurm.checkpoint.store.copies import CopyPlace, ObjectInfo, Source
 from verl_slurm.checkpoint.store.verify import verify
-from verl_slurm.config.tiers_section import TierConfig
+from verl_slurm.config.schema import TierConfig
 from verl_slurm.tiers import s3
 from verl_slurm.tiers.fetch import fetch
 from verl_slurm.tiers.mover import Pass, look, sync

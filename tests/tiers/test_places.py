@@ -30,7 +30,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.specification import CHUNK_BYTES, FileEntry
 from verl_slurm.checkpoint.store.copies import CopyPlace, checked, content_problem
 from verl_slurm.checkpoint.store.verify import verify
-from verl_slurm.config.tiers_section import TierConfig
+from verl_slurm.config.schema import TierConfig
 from verl_slurm.tiers.fetch import fetch
 from verl_slurm.tiers.mover import sync
 from verl_slurm.tiers.s3 import MAX_PARTS, part_size

@@ -17,8 +17,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.manifest import render, sealed
 from verl_slurm.checkpoint.format.specification import MANIFEST
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
-from verl_slurm.config.schema import EncryptionConfig, RunConfig
-from verl_slurm.config.tiers_section import TierConfig
+from verl_slurm.config.schema import EncryptionConfig, RunConfig, TierConfig
 from verl_slurm.tiers.fetch import fetch, fetch_newest
 from verl_slurm.tiers.mover import Pass, look, sync
 

@@ -129,9 +129,7 @@ def test_the_columns_of_an_update_are_those_of_its_algorithm() -> None:
 
 
 def test_a_fixed_coefficient_is_fixed_in_the_next_life_too() -> None:
-    config = msgspec.structs.replace(
-        CONFIG, train=msgspec.structs.replace(CONFIG.train, kl_controller="fixed")
-    )
+    config = msgspec.structs.replace(CONFIG, train=msgspec.structs.replace(CONFIG.train, kl_target=None))
     state = fresh_state(config)
     state.kl = state.kl.update(9.0)
     restored = restore_state(capture_state(state, SHAPE, rank=0), config, SHAPE, where="x")

@@ -8,9 +8,8 @@ import pytest
 
 from tests.builders import run_config
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.config.container_section import ContainerConfig
 from verl_slurm.config.load import parse_config
-from verl_slurm.config.schema import RunConfig
+from verl_slurm.config.schema import ContainerConfig, RunConfig
 from verl_slurm.containers.runtimes import contained_argv
 from verl_slurm.verl.reshard.dividing import ranks_python
 

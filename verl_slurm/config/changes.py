@@ -13,36 +13,22 @@ from verl_slurm.config.elastic import require_same_step
 from verl_slurm.config.load import differences, restoring
 from verl_slurm.config.schema import RunConfig
 
-# These may differ between the submissions of one run: they do not affect what is computed.
-_FREE_SECTIONS = (
-    "slurm.",
-    "daemon.",
-    "observability.",
-    "checkpoint.",
-    "train.eval_",
-    "env.",
-    "health.",
-    "hooks.",
-    # The code itself is compared by its content (`submit/checks/code_trees.py`).
-    "code.",
-    "env_from_files.",
+# These may differ between the submissions of one run: they do not affect what is computed. The code itself is compared
+# by its content (`submit/checks/code_trees.py`).
+_FREE = re.compile(
+    r"(slurm|daemon|observability|checkpoint|env|env_from_files|health|hooks|code)\.|train\.eval_|group$"
+    r"|rollout\.(keep_samples|max_logprob_gap|gpu_memory_utilization)$"
+    # The length of verl's training, its output, and how often it saves and validates.
+    r"|verl\.trainer\.(total_|save_freq|test_freq|logger|project_name|experiment_name|val_)"
+    # Where a service runs and for how long it is waited for. What it computes is its command and environment.
+    r"|services\.[^.]+\.(nodes|cpus|gpus|port|probe|start_timeout_s|restarts|needed|slurm|env_from_files)\b"
 )
 _LENGTH = "train.steps"
-_FREE_KEYS = {"group", "rollout.keep_samples", "rollout.max_logprob_gap", "rollout.gpu_memory_utilization"}
-# The length of verl's training, its output, and how often it saves and validates.
-_FREE_OF_VERL = re.compile(
-    r"verl\.trainer\.(total_|save_freq|test_freq|logger|project_name|experiment_name|val_)"
-)
-# Where a service runs and for how long it is waited for. What it computes is its command and environment.
-_FREE_OF_SERVICES = re.compile(
-    r"services\.[^.]+\.(nodes|cpus|gpus|port|probe|start_timeout_s|restarts|needed|slurm|env_from_files)\b"
-)
 
 
 def may_change(key: str) -> bool:
     """Returns whether `key` may differ between two submissions of one run."""
-    patterns = (_FREE_OF_VERL, _FREE_OF_SERVICES)
-    return key.startswith(_FREE_SECTIONS) or key in _FREE_KEYS or any(p.match(key) for p in patterns)
+    return bool(_FREE.match(key))
 
 
 def change_rule(key: str) -> str:
@@ -109,15 +95,10 @@ def _may_stop_at(steps: object, steps_done: int) -> bool:
 
 
 LAYOUT_KEYS = frozenset(
-    {
-        "distributed.dp_size",
-        "distributed.tp_size",
-        "distributed.pp_size",
-        "distributed.nodes",
-        "train.batch_size_per_device",
-        "train.mini_batch_size_per_device",
-        "train.micro_batch_size_per_device",
-    }
+    (
+        *("distributed.dp_size", "distributed.tp_size", "distributed.pp_size", "distributed.nodes"),
+        *(f"train.{size}batch_size_per_device" for size in ("", "mini_", "micro_")),
+    )
 )
 """Keys that may change together with the number of ranks."""
 

@@ -20,6 +20,7 @@ from verl_slurm.base.shipped import examples, shipped
 from verl_slurm.config import strict_yaml
 from verl_slurm.config.changes import change_rule
 from verl_slurm.config.hints import nearest_keys
+from verl_slurm.config.key_types import fields_of, type_words
 from verl_slurm.config.schema import RunConfig
 
 _UNITS = {
@@ -158,40 +159,20 @@ def _shipped() -> dict[str, list[object]]:
     return found
 
 
-def keys_of(kind: type[msgspec.Struct], prefix: str = "") -> Iterator[Key]:
+def keys_of(kind: type[msgspec.Struct]) -> Iterator[Key]:
     """Yields the fields of a struct as keys, those of structs in it included."""
-    told = meanings(kind)
-    for field in msgspec.structs.fields(kind):
-        key = prefix + field.name
-        # A section has no value of its own: its keys are listed instead.
-        if inner := _struct(field.type):
-            yield from keys_of(inner, f"{key}.")
-            continue
+    for key, owner, field in fields_of(kind):
         default = field.default
         # msgspec keeps mutable defaults and sections as factories.
         if default is msgspec.NODEFAULT and field.default_factory is not msgspec.NODEFAULT:
             default = field.default_factory()
         shown = "required" if default is msgspec.NODEFAULT else _yaml(default)
-        words = _type(field.type)
-        unit = _unit(key) if "number" in words else ""
-        yield Key(key=key, type=words, default=shown, meaning=told.get(field.name, ""), unit=unit)
-        plain = field.type
-        if typing.get_origin(plain) is typing.Annotated:
-            plain = typing.get_args(plain)[0]
-        for choice in typing.get_args(plain):  # a section that may be null, or the entries of a list or map
-            if inner := _struct(choice):
-                origin = typing.get_origin(plain)
-                mark = "[]." if origin in (list, tuple) else ".NAME." if origin is dict else "."
-                yield from keys_of(inner, key + mark)
+        words, told = type_words(field.type), meanings(owner).get(field.name, "")
+        unit = next((unit for end, unit in _UNITS.items() if key.endswith(end)), "")
+        yield Key(key=key, type=words, default=shown, meaning=told, unit=unit if "number" in words else "")
 
 
-def _struct(annotation: object) -> type[msgspec.Struct] | None:
-    # A bounded number, say, which is no section.
-    if typing.get_origin(annotation) is typing.Annotated:
-        return None
-    return annotation if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct) else None
-
-
+@cache
 def meanings(kind: type[msgspec.Struct]) -> dict[str, str]:
     """Maps each field to the string below it, on one line."""
     found: dict[str, str] = {}
@@ -220,40 +201,37 @@ def _meanings_in(kind: type[msgspec.Struct]) -> dict[str, str]:
     return found
 
 
-def _type(annotation: object) -> str:
-    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is typing.Annotated:
-        return _type(inner[0]) + _bounds(inner[1:])
-    if origin is typing.Literal:
-        return " | ".join(map(str, inner))
-    if origin in (list, tuple):
-        return f"list of {_type(inner[0])}"
-    if origin is dict:
-        return "map"
-    if inner:
-        return " | ".join(_type(one) for one in inner)
-    names = {int: "whole number", float: "number", str: "text", bool: "true | false", type(None): "null"}
-    if annotation in names:
-        return names[annotation]
-    return "section" if _struct(annotation) else str(getattr(annotation, "__name__", annotation))
-
-
-def _unit(key: str) -> str:
-    return next((unit for end, unit in _UNITS.items() if key.endswith(end)), "")
-
-
-def _bounds(metas: tuple[object, ...]) -> str:
-    words = []
-    for meta in metas:
-        for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
-            bound = getattr(meta, name, None)
-            # The bounds of JSON's own integers say nothing to a person.
-            if bound is not None and abs(bound) < 1 << 53:
-                words.append(f"{sign} {bound:g}")
-    return f" {', '.join(words)}" if words else ""
-
-
 def _yaml(value: object) -> str:
     plain = msgspec.to_builtins(value)
     # JSON is YAML, and short on one line.
     return plain if isinstance(plain, str) else msgspec.json.encode(plain).decode()
+
+
+_DIALECT = "http://json-schema.org/draft-07/schema#"
+"""The newest draft that editors know alike. It ignores what stands beside a `$ref`."""
+
+
+def json_schema() -> dict[str, typing.Any]:
+    """Returns the JSON Schema by which an editor completes and underlines keys; `configs/schema.json` is its text.
+
+    It is looser than `load`: it knows keys, types, bounds and choices, and not what has to fit together. The keys of a
+    key's own map (`verl`, `slurm.extra`) are free.
+    """
+    made = msgspec.json.schema(RunConfig)
+    for kind in {RunConfig, *(owner for _, owner, _ in fields_of(RunConfig))}:
+        definition = made["$defs"][kind.__name__]
+        # The rest of a docstring is for readers of the code.
+        definition["description"] = " ".join(definition["description"].partition("\n\n")[0].split())
+        definition.pop("title")  # the name of our class, which an editor would show above each meaning
+        told = meanings(kind)
+        for name, field in definition["properties"].items():
+            if name in told:
+                field["description"] = told[name]
+            # Releases of msgspec have another order.
+            field.get("anyOf", []).sort(key=lambda choice: choice == {"type": "null"})
+            if "$ref" in field:
+                field.pop("default")  # it stands at the keys of the section
+                # A heading whose lines are all commented out is null in YAML, and `load` takes it for the defaults.
+                made["$defs"][field["$ref"].rpartition("/")[2]]["type"] = ["object", "null"]
+    whole = made["$defs"].pop(RunConfig.__name__)
+    return {"$schema": _DIALECT, **whole, "title": "A run of verl-slurm", "$defs": made["$defs"]}

@@ -122,12 +122,11 @@ def family_complaints(config: RunConfig, said: Mapping[str, Any]) -> Iterator[Co
     elif kind in FAMILIES and said.get("tie_word_embeddings") is False and (what := _not_causal(said)):
         yield Complaint("model.path", f"{what}, saved without the head for tokens", _EXPECTED, _OTHER)
     if said.get("quantization_config"):
-        yield Complaint(
-            "model.path",
+        found, remedy = (
             "quantized weights (quantization_config in config.json)",
-            "float32 or bfloat16 weights",
-            "dequantize the model and save it again",
+            "dequantize the model and save it",
         )
+        yield Complaint("model.path", found, "float32 or bfloat16 weights", f"{remedy} again")
     yield from _attention(config, said)
     family = FAMILIES.get(kind)
     if family and family.positions:
@@ -135,12 +134,10 @@ def family_complaints(config: RunConfig, said: Mapping[str, Any]) -> Iterator[Co
         # transformers takes its default for a key that config.json lacks.
         limit = said.get(key, usual)
         if isinstance(limit, int) and max_model_len(config) > limit:
-            yield Complaint(
-                "rollout.max_new_tokens",
-                f"{max_model_len(config)} tokens with data.max_prompt_tokens",
-                f"at most {limit}: the model has embeddings for {key}={limit} positions",
-                "lower rollout.max_new_tokens or data.max_prompt_tokens",
-            )
+            found = f"{max_model_len(config)} tokens with data.max_prompt_tokens"
+            expected = f"at most {limit}: the model has embeddings for {key}={limit} positions"
+            remedy = "lower rollout.max_new_tokens or data.max_prompt_tokens"
+            yield Complaint("rollout.max_new_tokens", found, expected, remedy)
 
 
 def max_positions(said: Mapping[str, Any]) -> int | None:
@@ -199,19 +196,13 @@ def _attention(config: RunConfig, said: Mapping[str, Any]) -> Iterator[Complaint
         if config.distributed.device == "cpu":
             yield Complaint(key, f"{wanted}, with distributed.device=cpu", "auto, sdpa or eager", remedy)
         if sampling_dtype(config) == "float32":
-            yield Complaint(
-                key,
-                f"{wanted}, in float32",
-                "bfloat16: FlashAttention has no kernel for float32",
-                "set distributed.mixed_precision=bfloat16 or model.dtype=bfloat16",
-            )
+            to_set = "set distributed.mixed_precision=bfloat16 or model.dtype=bfloat16"
+            expected = "bfloat16: FlashAttention has no kernel for float32"
+            yield Complaint(key, f"{wanted}, in float32", expected, to_set)
         if config.deterministic:
-            yield Complaint(
-                key,
-                f"{wanted}, with deterministic=true",
-                "auto: its backward pass adds up in another order each time",
-                f"{remedy}, or deterministic=false",
-            )
+            expected = "auto: its backward pass adds up in another order each time"
+            found, remedy = f"{wanted}, with deterministic=true", f"{remedy}, or deterministic=false"
+            yield Complaint(key, found, expected, remedy)
 
 
 def family_notes(config: RunConfig, said: Mapping[str, Any]) -> list[str]:

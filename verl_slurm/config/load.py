@@ -25,14 +25,12 @@ from verl_slurm.config import strict_yaml
 from verl_slurm.config.checks import Complaint
 from verl_slurm.config.checks.shared import complaints
 from verl_slurm.config.hints import VERLS_SECTIONS, nearest_keys
+from verl_slurm.config.key_types import fields_of, misfits, struct_of
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.strict_yaml import Value
 
 # A hyphen is allowed behind the first dot: options of sbatch in `slurm.extra` have them.
 _OVERRIDE = re.compile(r"([a-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_-]*)*)=(.*)", re.DOTALL)
-# msgspec's errors are text alone, so kind and place of a mistake are read from it.
-_IN_LIST = re.compile(r"Object (contains unknown|missing required) field `([^`]*)`")
-_PATH_IN_MESSAGE = re.compile(r"(.*?) - at `\$\.?([^`]*)`", re.DOTALL)
 
 
 def load(
@@ -258,7 +256,10 @@ def dump(config: RunConfig) -> bytes:
 def known_keys() -> Mapping[str, object]:
     """Maps every dotted key of a config to its type annotation, sections left out."""
     # Cached: resolving type hints is slow, and each key of each config is looked up here.
-    return MappingProxyType(dict(_leaves(RunConfig, "")))
+    found = {key: field.type for key, _, field in fields_of(RunConfig)}
+    return MappingProxyType(
+        {key: kind for key, kind in found.items() if not re.search(r"\[\]|\.NAME\.", key)}
+    )
 
 
 def flattened(section: dict[str, typing.Any], prefix: str = "") -> dict[str, typing.Any]:
@@ -297,18 +298,12 @@ def _read(path: Path) -> bytes:
             remedy=f"give the path of a YAML file, or the name of an example: {', '.join(examples())}",
         ) from None
     except PermissionError as error:
-        raise PermissionRefused(
-            "the configuration cannot be read",
-            where=path,
-            found=error.strerror,
-            remedy="ask its owner, or copy it to a place of yours",
-        ) from None
+        remedy, what = "ask its owner, or copy it to a place of yours", "the configuration cannot be read"
+        raise PermissionRefused(what, where=path, found=error.strerror, remedy=remedy) from None
     except (OSError, TooMuch) as error:
+        found, remedy = getattr(error, "strerror", error), "give the path of a readable YAML file"
         raise ConfigError(
-            "the configuration cannot be read",
-            where=path,
-            found=error.strerror if isinstance(error, OSError) else error,
-            remedy="give the path of a readable YAML file",
+            "the configuration cannot be read", where=path, found=found, remedy=remedy
         ) from None
 
 
@@ -322,9 +317,8 @@ def _siblings(path: Path) -> list[str]:
 def _parts(word: str) -> tuple[str, str]:
     match = _OVERRIDE.fullmatch(word)
     if match is None:
-        raise ConfigError(
-            "not an override", where=word, expected="KEY=VALUE, e.g. train.steps=50", remedy="mend that word"
-        )
+        expected = "KEY=VALUE, e.g. train.steps=50"
+        raise ConfigError("not an override", where=word, expected=expected, remedy="write it so")
     return match[1], match[2]
 
 
@@ -341,7 +335,7 @@ def _override(data: dict[str, Value], places: dict[str, str], dotted: str, text:
             inner = place[section] = {}
         if not isinstance(inner, dict):
             found = f"the value {inner!r} in the file"
-            raise ConfigError("not a section", where=dotted, found=found, remedy="mend the file")
+            raise ConfigError("not a section", where=dotted, found=found, remedy="fix the file")
         place = inner
     place[last] = _override_value(dotted, text)
     places[dotted] = shown
@@ -369,25 +363,9 @@ def override_word(key: str, value: object) -> str:
     return f"{key}={value if plain else json_line(value).decode()}"
 
 
-def _leaves(kind: type[msgspec.Struct], prefix: str) -> typing.Iterator[tuple[str, object]]:
-    for field in msgspec.structs.fields(kind):
-        dotted = prefix + field.name
-        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
-            yield from _leaves(field.type, dotted + ".")
-            continue
-        yield dotted, field.type
-        for choice in typing.get_args(field.type):  # a section that may be null
-            if _is_section(choice):
-                yield from _leaves(choice, dotted + ".")
-
-
 @cache
 def _sections() -> frozenset[str]:
-    return frozenset(field.name for field in msgspec.structs.fields(RunConfig) if _is_section(field.type))
-
-
-def _is_section(annotation: object) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, msgspec.Struct)
+    return frozenset(field.name for field in msgspec.structs.fields(RunConfig) if struct_of(field.type))
 
 
 def _unknown(
@@ -462,124 +440,39 @@ def _convert(
     data: dict[str, Value], places: dict[str, str], source: str, wrong: list[tuple[str, ConfigError]]
 ) -> RunConfig:
     """Returns the typed configuration; each value that does not fit comes into `wrong`, and has its default."""
-    while True:
-        try:
-            return msgspec.convert(data, RunConfig, strict=True)
-        except msgspec.ValidationError as error:
-            dotted, problem = _wrong_value(str(error), data, places, source)
-            wrong.append((dotted, problem))
-            # A key of a map, or within a list, goes with the whole of it.
-            known = [key for key in (*known_keys(), *_sections()) if f"{dotted}.".startswith(f"{key}.")]
-            if not known or not _drop(data, max(known, key=len)):
-                raise together([error for _, error in wrong]) from None
+    try:
+        return msgspec.convert(data, RunConfig, strict=True)
+    except msgspec.ValidationError:
+        keys = {*known_keys(), *_sections()}
+    for dotted, value, expected in misfits(RunConfig, data):
+        # Lines and types are known by key: one of a map, or within a list, goes with the whole of it.
+        known = dotted.partition("[")[0]
+        place = places.get(known, source)
+        while known and known not in keys:
+            known = known.rpartition(".")[0]
+        if not _drop(data, known):
+            continue  # another entry of it was wrong
+        wrong.append((known, _wrong_value(dotted, value, expected, place, known)))
+    return msgspec.convert(data, RunConfig, strict=True)
 
 
-def _wrong_value(
-    message: str, data: dict[str, Value], places: dict[str, str], source: str
-) -> tuple[str, ConfigError]:
-    """Returns the key of a value that does not fit, and its error, read from msgspec's message."""
-    dotted = ""
-    if match := _PATH_IN_MESSAGE.fullmatch(message):
-        message, dotted = match.groups()
-    dotted = _with_entry(data, dotted)
-    # An index is for the message; lines and types are known by key.
-    value = _value_at(data, dotted)
-    key = dotted.partition("[")[0]
-    choices = _choices(known_keys().get(key))
-    if choices:
-        whole_list = dotted == key and typing.get_origin(known_keys()[key]) is tuple
-        expected = ("a list of " if whole_list else "") + " or ".join(choices)
-    elif in_list := _IN_LIST.fullmatch(message):
-        expected = f"{'no ' if in_list[1] == 'contains unknown' else ''}`{in_list[2]}` in it"
+def _wrong_value(dotted: str, value: object, expected: str, place: str, known: str) -> ConfigError:
+    names = {str: ", text", type(None): ", nothing", dict: ", a section", list: ", a list", bool: ", bool"}
+    is_text = expected.startswith("text") and isinstance(value, int | float)
+    # A type of GPUs, as sbatch takes it.
+    typed = re.fullmatch(r"(?:gpu:)?([\w.-]+):(\d+)", str(value)) if dotted == "slurm.gpus_per_node" else None
+    if typed:
+        remedy = f"write slurm.gpus_per_node={typed[2]} and slurm.extra.gres=gpu:{typed[1]}:{typed[2]}"
     else:
-        # "Expected `int`, got `str`" → int; the value itself tells more than its type.
-        expected = re.sub(r", got `.*", "", message).removeprefix("Expected ").replace("`", "")
-        expected = _KINDS.get(expected, expected)
-    place = places.get(key, source)
-    return key, ConfigError(
+        remedy = "write it in quotes" if is_text else f"see `verl-slurm config explain {known}`"
+    return ConfigError(
         "wrong value",
         where=place if place.startswith("override ") else f"{place}: {dotted}",
         # A secret that was pasted in the wrong place must not reach a log.
-        found="a value that does not fit"
-        if _private(dotted)
-        else f"{value!r}" + (f", {_name(value)}" if not isinstance(value, (int, float)) else ""),
+        found="a value that does not fit" if _private(dotted) else f"{value!r}{names.get(type(value), '')}",
         expected=expected,
-        remedy=_typed_gpus(dotted, value) or f"write {dotted}: {_example(expected, value)}",
+        remedy=remedy,
     )
-
-
-def _typed_gpus(dotted: str, value: object) -> str:
-    """Returns how to write GPUs of a type, `a100:2`; empty: the value is none."""
-    match = re.fullmatch(r"(?:gpu:)?([\w.-]+):(\d+)", value) if isinstance(value, str) else None
-    if dotted != "slurm.gpus_per_node" or match is None:
-        return ""
-    return f"write slurm.gpus_per_node={match[2]} and slurm.extra.gres=gpu:{match[1]}:{match[2]}"
-
-
-def _with_entry(data: dict[str, Value], dotted: str) -> str:
-    """Puts the key of the wrong entry where msgspec writes `[...]`: it does not say which one of a map it was."""
-    key, _, rest = dotted.partition("[...]")
-    entries = _value_at(data, key) if rest or dotted.endswith("[...]") else None
-    for kind in _maps_of(known_keys().get(key)):
-        for name, value in entries.items() if isinstance(entries, dict) else ():
-            try:
-                msgspec.convert(value, kind, strict=True)
-            except msgspec.ValidationError:
-                return f"{key}.{name}" + rest.replace("[...]", "")
-    return dotted.replace("[...]", "")
-
-
-def _maps_of(annotation: object) -> list[typing.Any]:
-    """Returns the kind of a map's values; none: it is no map."""
-    if typing.get_origin(annotation) is typing.Annotated:
-        annotation = typing.get_args(annotation)[0]
-    return list(typing.get_args(annotation)[1:]) if typing.get_origin(annotation) is dict else []
-
-
-def _choices(annotation: object) -> list[str]:
-    """Returns the words of `Literal[...]`, also of a list of them; otherwise none."""
-    if typing.get_origin(annotation) is typing.Literal:
-        return [str(choice) for choice in typing.get_args(annotation)]
-    if typing.get_origin(annotation) is tuple:
-        return _choices(typing.get_args(annotation)[0])
-    return []
-
-
-def _name(value: object) -> str:
-    names = {str: "text", type(None): "nothing", dict: "a section", list: "a list"}
-    return names.get(type(value), type(value).__name__)
-
-
-# Plain words for types that msgspec names as Python or JSON does.
-_KINDS = {"object": "a section", "str": "text", "array": "a list"}
-
-
-def _example(expected: str, value: object) -> str:
-    bound = re.fullmatch(r"(?:int|float) (>=|<=|>|<) (\S+)", expected)
-    if bound and isinstance(value, int | float):
-        return f"a number {bound[1]} {bound[2]}"
-    kinds = {
-        "int": "a whole number, unquoted",
-        "float": "a number, unquoted",
-        "text": 'text, quoted if it looks like a number, e.g. "007"',
-        "a section": "a section of `key: value` lines",
-        "bool": "true or false",
-        "a list": "a list",
-    }
-    if expected in kinds:
-        return kinds[expected]
-    if expected.endswith("` in it"):
-        return kinds["a section"]
-    # "int >= 1" and "int | null" have the type in their first word.
-    return "a value of that kind" if "|" in expected else kinds.get(expected.split()[0], "one of these")
-
-
-def _value_at(data: Value, dotted: str) -> object:
-    place: typing.Any = data
-    for part in re.findall(r"[^.\[\]]+", dotted):
-        # msgspec names an existing place, or a key that is missing in a section.
-        place = place[int(part)] if isinstance(place, list) else place.get(part) if place else None
-    return place
 
 
 def _flat(data: object, prefix: str = "") -> dict[str, object]:

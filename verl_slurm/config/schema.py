@@ -1,28 +1,23 @@
 """Declares the configuration of a run: one frozen struct per owner, text under each field, the unit in its name.
 
-A login node checks all of it without torch. msgspec refuses unknown keys and wrong types and reports the place
-(`$.train.steps`). `load.py` turns that report into a `ConfigError` with the nearest known key.
+A login node checks all of it without torch (`load.py`, `checks/`).
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
 
-from verl_slurm.config.code_section import CodeConfig
-from verl_slurm.config.health import HealthConfig
-from verl_slurm.config.hooks_section import HooksConfig
-from verl_slurm.config.observability import ObservabilityConfig as ObservabilityConfig
-from verl_slurm.config.section import (
-    Fraction,
-    NonNegative,
-    NonNegativeFloat,
-    Positive,
-    PositiveFloat,
-    Section,
-)
-from verl_slurm.config.services_section import MOST_SERVICES, ServiceConfig, nodes_of_components
-from verl_slurm.config.slurm_section import SlurmConfig
-from verl_slurm.config.tiers_section import TierConfig
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+NonNegative = Annotated[int, msgspec.Meta(ge=0)]
+Fraction = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+PositiveFloat = Annotated[float, msgspec.Meta(gt=0.0)]
+NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0.0)]
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every section: frozen, keyword-only, closed."""
+
 
 VerlSection = dict[str, Any]
 """verl's own Hydra keys, passed on unchanged. In a file they may be nested or dotted (`trainer.total_epochs: 2`); here
@@ -213,11 +208,9 @@ class TrainConfig(Section, frozen=True):
     kl_estimator: Literal["auto", "k1", "k3"] = "auto"
     """Estimator of each token's KL (http://joschu.net/blog/kl-approx.html). `auto`: k1 in the reward, and k3 in the
     loss, where k1 would have no gradient on average."""
-    kl_controller: Literal["adaptive", "fixed"] = "adaptive"
-    """`adaptive`: the controller steers the coefficient to reach `kl_target`. `fixed`: the coefficient stays `kl_coef`.
-    """
-    kl_target: PositiveFloat = 0.1
-    """Target of the adaptive controller: the mean KL of its window (nats a sample)."""
+    kl_target: PositiveFloat | None = 0.1
+    """A controller steers the coefficient so that the mean KL of its window (nats a sample) becomes this. null: the
+    coefficient stays `kl_coef`."""
     kl_window: Positive = 8
     """Steps in the controller's window."""
 
@@ -302,8 +295,8 @@ class CheckpointConfig(Section, frozen=True):
     cadence: Literal["fixed", "adaptive", "young_daly", "continuous"] = "fixed"
     """`fixed`: `every_steps` and `runtime_every_steps`. `adaptive`: the `intervals`, halved while the loss is volatile.
     `young_daly`: from the measured cost of a save and the measured rate of interruptions that lost work, at least every
-    `every_steps`. `continuous`: as soon as the save before is durable, at least every `every_steps` (see
-    checkpoint/decide/cadence.py)."""
+    `every_steps`, halved likewise. `continuous`: as soon as the save before is durable, at least every `every_steps`
+    (see checkpoint/decide/cadence.py)."""
     every_steps: Positive = 1000
     """Steps between saves of checkpoint state: models, optimizers, schedulers, RNG. With `young_daly` and
     `continuous`: the longest interval."""
@@ -312,8 +305,6 @@ class CheckpointConfig(Section, frozen=True):
     intervals: tuple[StepInterval, ...] = ()
     """For `adaptive`, e.g. [{until_step: 1000, every: 100}, {every: 500}]. Empty: the shorter of `every_steps` and
     `runtime_every_steps` throughout."""
-    halve_when_volatile: bool = True
-    """With `adaptive` and `young_daly`: halve the interval while the policy or value loss is volatile."""
     min_every_steps: Positive = 1
     """Shortest interval between saves. `fixed`, and the `intervals` as written, may save more often."""
     expected_mtbi_h: PositiveFloat = 24.0
@@ -346,17 +337,290 @@ class CheckpointConfig(Section, frozen=True):
     store_frozen: bool = True
     """Store one copy of the reference and the reward model in RUN/frozen, by content."""
     scrub_every_h: NonNegativeFloat = 24.0
-    """Hours between two readings of each checkpoint by the daemon, which reads them one after the other. 0: never."""
-    scrub_mb_per_s: PositiveFloat = 50.0
-    """Reading speed of these checks."""
+    """Hours between two readings of each checkpoint by the daemon, which reads them one after the other at 50 MB/s,
+    faster if half of that time would not suffice for all. 0: never."""
     local_dir: str | None = None
     """A directory on each node's own disk (NVMe) for a second copy, written at the same time. If shared storage is
     gone, training goes on with that copy alone, and the next start copies it to shared storage. Ranks that start on
-    that node again read their tensors from it."""
-    local_keep: Positive = 2
-    """Second copies that stay on each node."""
+    that node again read their tensors from it. The newest two stay."""
     encryption: EncryptionConfig | None = None
     """null: nothing is encrypted or signed."""
+
+
+class CodeConfig(Section, frozen=True):
+    """Sets what `submit` copies into the run, so that every attempt runs the submitted code (docs/code.md)."""
+
+    tree: str | None = "auto"
+    """The directory that is copied. `auto`: the git work tree that holds the program (a file of `trainer.command`, of
+    `model.reward` or of `verl`), without what git ignores; else the program's own directory. null: nothing is copied,
+    and each attempt runs what lies there at that time."""
+    include: tuple[str, ...] = ()
+    """Further files that git ignores, as globs relative to the tree, e.g. ["build/**/*.so"]."""
+    exclude: tuple[str, ...] = ()
+    """Files and directories to leave out, as globs relative to the tree or for one name, e.g. ["*.ipynb", "assets"]."""
+    max_mb: Positive = 100
+    """A larger copy is refused: code is small, and a directory with data was probably not meant."""
+    on_drift: Literal["report", "refuse"] = "report"
+    """What happens if the Python packages of an attempt are not those of the submission. `report`: a warning in the
+    journal. `refuse`: the run ends before its ranks start."""
+
+
+_FILES = (".sif", ".sqsh", ".squashfs", ".simg")
+
+Runtime = Literal["apptainer", "podman", "pyxis"]
+
+
+class ContainerConfig(Section, frozen=True):
+    """Names the image that ranks run in (docs/containers.md).
+
+    Lead and agents stay outside, where Slurm's commands are; with pyxis, the agents are inside. The image needs this
+    version of verl-slurm and what the ranks import, and nothing of the daemon. The run's directory and its inputs are
+    mounted under their own names, inputs read-only.
+    """
+
+    image: str
+    """A file (.sif for apptainer, .sqsh for pyxis), or a name that ends with its digest: NAME@sha256:..."""
+    digest: str | None = None
+    """`sha256:` and the digest of the image's file. Each attempt checks it. null: submit records that of the file."""
+    runtime: Runtime = "apptainer"
+    """apptainer, podman: each agent starts one for its ranks. pyxis: srun does."""
+    python: str = "python3"
+    """The interpreter in the image."""
+    binds: tuple[str, ...] = ()
+    """Further directories that ranks need, as absolute paths, e.g. your home directory. They may be written to."""
+    workdir: str = "/tmp"  # noqa: S108 - in the image, where it is private or the node's own
+    """The directory in the image that the ranks start in."""
+    extra_args: tuple[str, ...] = ()
+    """Further options for the runtime: `apptainer exec`, `podman run`; for pyxis, `srun`."""
+
+    @property
+    def is_file(self) -> bool:
+        """Returns whether the image is a file, and not a name in a registry or a store."""
+        return "://" not in self.image and (
+            self.image.startswith(("/", "./", "../", "~")) or self.image.endswith(_FILES)
+        )
+
+
+class SlurmConfig(Section, frozen=True):
+    """Sets what the run asks of Slurm."""
+
+    partition: str | None = None
+    """null: Slurm's default one. Several, `a,b`: Slurm takes the one that can start the job first."""
+    account: str | None = None
+    """Account that pays for the job. null: your default one."""
+    qos: str | None = None
+    """Quality of service of the job. null: the account's default one."""
+    time_limit_min: Positive = 60
+    """Of one job; a run that needs longer is requeued before it ends."""
+    signal_lead_s: Annotated[int, msgspec.Meta(ge=10, le=65535)] = 120
+    """Seconds before the time limit at which Slurm warns (`--signal=B:USR1@N`); a save must fit into them."""
+    cpus_per_node: Positive = 1
+    """CPU cores that the job asks for on each node, for all of its ranks."""
+    gpus_per_node: NonNegative = 0
+    """GPUs that the job asks for on each node: one for each of its ranks (`distributed.dp_size` and
+    `distributed.nodes`). 0: none. Of one type: `slurm.extra: {gres: "gpu:a100:8"}` beside it, and that is asked for."""
+    mem_mb_per_node: NonNegative = 0
+    """0: the partition's default. All memory of the nodes: 0, and `slurm.extra: {mem: 0}`."""
+    extra: dict[str, str | int | bool] = {}
+    """Further sbatch options by their long names, e.g. {constraint: a100, wckey: my_project}."""
+    spare_nodes: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
+    """Nodes that the job holds beyond those that train; it starts with fewer where Slurm has no more. One takes the
+    place of a node that is lost, without a requeue (`--no-kill`). Idle until then, and paid for; not of use for the
+    first node, which runs the batch script."""
+    successor: bool = True
+    """If Slurm may not requeue the job (--no-requeue, or the site's rule): queue another job that follows it."""
+    expedite: Literal["auto", "never"] = "auto"
+    """auto: `--requeue=expedite` where Slurm offers it. After a lost node the job then starts before all others."""
+    modules: tuple[str, ...] = ()
+    """What each node loads by `module load` before its ranks start, in this order (Lmod or Environment Modules)."""
+    python: str | None = None
+    """The ranks' Python: a virtual or conda environment, by its directory or by conda's name for it. It needs this
+    version of verl-slurm and what the ranks import. null: the environment that submits."""
+    setup: tuple[str, ...] = ()
+    """Commands that bash runs on each node before its ranks start, after `modules` and `python`. Each is complete by
+    itself; one that fails ends the start. The ranks see what they export; the daemon does not."""
+    container: ContainerConfig | None = None
+    """null: ranks run in the environment that submits."""
+
+
+MOST_SERVICES = 16
+
+
+class ServiceConfig(Section, frozen=True):
+    """A process that the ranks need or use, e.g. a judge model or a sandbox (docs/services.md).
+
+    It is started before the ranks, probed, restarted, and ended with the job.
+    """
+
+    command: Annotated[
+        tuple[Annotated[str, msgspec.Meta(min_length=1)], ...], msgspec.Meta(min_length=1, max_length=1000)
+    ]
+    """A program, a Python file, or `-m` and a module, and its arguments. `{port}` and `{host}` in a word become where
+    it has to listen. A relative Python file is resolved from the directory of the YAML."""
+    nodes: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
+    """Nodes of its own, beyond distributed.nodes, with one such process on each. 0: one process, on the first node of
+    the ranks."""
+    cpus: NonNegative = 0
+    """CPUs that it may use on a node. Beside the ranks they are taken from theirs. 0: all that the node has."""
+    gpus: NonNegative = 0
+    """GPUs that it sees on a node. Beside the ranks they are the last ones, and the ranks do not see them. 0: none."""
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    """Of its node, for a server that cannot be told one. 0: a free one, another at each start. The ranks' address of
+    the service stays the same."""
+    probe: str = "tcp"
+    """When it counts as ready. `tcp`: its port takes a connection. A path, e.g. `/health`: an HTTP GET there is
+    answered with 2xx. The probe carries no token."""
+    start_timeout_s: PositiveFloat = 600.0
+    """From its start to its first answer, and later without an answer: a service that takes longer is restarted."""
+    restarts: NonNegative = 3
+    """Restarts in a row. One that was ready for ten minutes has them all again."""
+    needed: bool = True
+    """true: the ranks wait until it is ready. If it cannot be restarted any more, the run saves and is requeued. false:
+    the journal says so, and training goes on."""
+    env: dict[str, str | int] = {}
+    """Variables of its environment, beside those of the run's `env`."""
+    env_from_files: dict[str, str] = {}
+    """Secrets of its environment, in the form of the run's `env_from_files`, which it does not get."""
+    slurm: dict[str, str | int | bool] = {}
+    """Nodes of another kind: sbatch options by their long names, e.g. {partition: cpu, mem: 64G}. The job is then a
+    heterogeneous one, and these nodes a component of it, with `cpus` and `gpus` of its own."""
+
+    @property
+    def is_apart(self) -> bool:
+        """Returns whether its nodes are a component of their own."""
+        return bool(self.nodes and self.slurm)
+
+
+def nodes_of_services(ranks_nodes: int, services: Mapping[str, ServiceConfig]) -> dict[str, range]:
+    """Returns the places of each service among all nodes of the job, which Slurm counts over its components.
+
+    The ranks have the first nodes. Components of their own come last, since the first component holds the ranks.
+    """
+    places, there = {}, ranks_nodes
+    for apart in (False, True):
+        for name, service in services.items():
+            if not service.nodes:
+                places[name] = range(1)
+            elif service.is_apart == apart:
+                places[name] = range(there, there + service.nodes)
+                there += service.nodes
+    return places
+
+
+def nodes_of_components(ranks_nodes: int, services: Mapping[str, ServiceConfig]) -> list[int]:
+    """Returns the number of nodes of each component of the job; a job that is not heterogeneous has one."""
+    first = ranks_nodes + sum(service.nodes for service in services.values() if not service.is_apart)
+    return [first, *(service.nodes for service in services.values() if service.is_apart)]
+
+
+class ObservabilityConfig(Section, frozen=True):
+    """Sets what the daemon shows to Prometheus (docs/observability.md). Nothing here changes what is computed."""
+
+    metrics_port: Annotated[int, msgspec.Meta(ge=0, le=65534)] | None = None
+    """Port on which the lead answers `GET /metrics` and `/healthz`; each node's agent answers at this port + 1. If a
+    port is taken, another one is used. 0: any free ports. `targets_dir` holds the ports in use. null: no port is open.
+    """
+    metrics_host: Literal["127.0.0.1", "0.0.0.0"] = "127.0.0.1"  # noqa: S104 - with a token
+    """`0.0.0.0`: every interface of each node, for a Prometheus on another machine; requires a `token_file`."""
+    token_file: str | None = None
+    """An absolute path of a 0600 file. A request for /metrics must carry its content (`Authorization: Bearer`). Other
+    users of a node can reach 127.0.0.1, too. With it, the newest step's reward, KL, losses and learning rate are
+    exported as well."""
+    targets_dir: str | None = None
+    """An absolute directory, made 0700, in which this run publishes its ports for Prometheus. Several runs may share
+    it, because Prometheus takes no pattern for a directory. null: RUN/control/metrics."""
+
+
+class HealthConfig(Section, frozen=True):
+    """Sets how each node is looked at before its ranks start, in a Slurm job (docs/health.md).
+
+    A node that fails is left at once: the job is requeued without it, and no budget is used up. What cannot be looked
+    at on a node counts as not checked, never as bad.
+    """
+
+    gpu_errors: bool = True
+    """Leave a node whose GPUs have uncorrected memory errors, memory that waits for a reset, or an error in the
+    kernel's log after which they need a reset; and one on which a GPU of the job is missing or the driver hangs."""
+    foreign_processes: bool = True
+    """Leave a node on which a process uses a GPU of this job before the ranks start. false: for GPUs that jobs
+    share."""
+    min_free_mb: NonNegative = 256
+    """Leave a node with less room than this, in MiB, in its temporary directory (TMPDIR). 0: not looked at."""
+    max_clock_offset_s: NonNegativeFloat = 60.0
+    """Leave a node whose clock differs from Slurm's by more than this many seconds. 0: not looked at."""
+    known_results: bool = True
+    """Before training, each rank of the native trainer multiplies matrices and reduces over all ranks, and compares
+    with the known results. A node that multiplies wrongly is left."""
+    flight_records: NonNegative = 2000
+    """Collectives that torch's Flight Recorder keeps on each rank, to be written to RUN/logs at a hang. 0: as torch
+    itself has it."""
+    straggler_factor: NonNegativeFloat = 1.5
+    """Name a rank in `status` that works this many times as long as the others between two safe points. 0: none."""
+    exclude_h: NonNegativeFloat = 12.0
+    """Hours for which all runs of the user stay away from a node that was left. 0: only this run does, for
+    daemon.avoid_node_s."""
+
+
+HOOKS = ("on_checkpoint", "on_requeue", "on_end")
+"""The hooks that are commands."""
+
+
+class HooksConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Tells others what happens to a run: commands on the lead's node, and a webhook (docs/observability.md).
+
+    Each command gets the event as one line of JSON on standard input. None of them is waited for while the run trains
+    or saves.
+    """
+
+    on_checkpoint: tuple[str, ...] = ()
+    """A program and its arguments, run when a checkpoint has been read back and is good."""
+    on_requeue: tuple[str, ...] = ()
+    """Run when Slurm has accepted the requeue. It has 5 s, or until the job ends."""
+    on_end: tuple[str, ...] = ()
+    """Run when the run has ended for good. `exit` of the event says how: `OK`, `CANCELLED`, or why it failed."""
+    webhook: str | None = None
+    """An address (https://...) that gets the same events, and each crash and hang, as a POST of JSON. Its field `text`
+    is a sentence, as Slack and Mattermost show it."""
+    webhook_token_file: str | None = None
+    """A file with mode 0600 whose content is sent as `Authorization: Bearer ...`."""
+    timeout_s: Annotated[float, msgspec.Meta(gt=0.0, le=600.0)] = 30.0
+    """A command or a POST that takes longer is ended."""
+
+
+class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Declares one more place for verified checkpoints, after the run's own `checkpoints/` (`tiers.tier_layout`).
+
+    Credentials never stand here. An S3 tier takes them from where every AWS tool does: the environment, `~/.aws`, or
+    the instance's role.
+    """
+
+    name: str
+    """Names the tier in messages, metrics and `verl-slurm tiers`."""
+    kind: str
+    """`posix`, `s3`, `archive` (either of the two, by `path` or `bucket`; never pruned) or `plugin:NAME`."""
+    path: str | None = None
+    """The directory of a directory tier, as the job's first node sees it. It must exist, so that a missing mount is
+    noticed; directories below it are made 0700."""
+    bucket: str | None = None
+    """Of S3."""
+    prefix: str = "verl-slurm"
+    """Prefix of all of this tier's names, below `path` or in `bucket`."""
+    endpoint: str | None = None
+    """URL of an S3 server other than Amazon's: https://HOST[:PORT]."""
+    region: str | None = None
+    """Region of the bucket. null: that of the environment or of `~/.aws/config`."""
+    storage_class: str | None = None
+    """An S3 storage class, e.g. STANDARD_IA or DEEP_ARCHIVE."""
+    keep_days: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """Days after which a checkpoint is removed, provided that the next tier has it (`tiers.tier_plan`). null: keep
+    permanently."""
+    verify: Literal["reread", "checksum"] = "reread"
+    """reread: fetch every object again and hash it. checksum: compare the server's own checksum (its ETag, an MD5),
+    which needs no second transfer and trusts that the server stored what it hashed."""
+    insecure: bool = False
+    """Allow an http:// endpoint that is not on this machine. TLS certificates are always checked."""
+    options: dict[str, str] = {}
+    """Options for a plug-in."""
 
 
 class DaemonConfig(Section, frozen=True):
@@ -378,10 +642,9 @@ class DaemonConfig(Section, frozen=True):
     spot_notices: Literal["auto", "aws", "gcp", "azure", "none"] = "auto"
     """Ask the cloud's metadata service whether it takes the node back, and save and requeue before. auto: where the
     node's firmware says that it is such a cloud's."""
-    hang_factor: Annotated[float, msgspec.Meta(ge=2.0)] = 5.0
-    """A rank counts as hung after this many times the longest interval that any rank needed between two safe points."""
     hang_floor_s: PositiveFloat = 300.0
-    """A rank never counts as hung before this time."""
+    """A rank counts as hung after five times the longest interval that any rank needed between two safe points, and
+    never before this time."""
     load_timeout_s: PositiveFloat = 1800.0
     """From a rank's first message to its first safe point: loading models, the first collective, replaying the ledger.
     Also from the start of a save to the next safe point or the end, because training may wait there for storage."""
@@ -433,9 +696,8 @@ class RunConfig(Section, frozen=True):
     health: HealthConfig = HealthConfig()
     hooks: HooksConfig = HooksConfig()
     tiers: Annotated[tuple[TierConfig, ...], msgspec.Meta(max_length=8)] = ()
-    """Storage tiers that verified checkpoints are copied to, nearest first, e.g. node NVMe, object store, archive."""
-    tiers_every_min: Positive = 15
-    """The daemon runs the mover at this interval, and after every verified checkpoint."""
+    """Storage tiers that verified checkpoints are copied to, nearest first, e.g. node NVMe, object store, archive: as
+    soon as each is verified, and every quarter of an hour."""
 
     @property
     def all_nodes(self) -> int:

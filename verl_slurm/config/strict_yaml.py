@@ -70,11 +70,8 @@ def parse(raw: bytes, source: str) -> Document:
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            "the configuration is not UTF-8 text",
-            where=f"{source}, byte {error.start}",
-            remedy="check that this is the right file",
-        ) from None
+        where, remedy = f"{source}, byte {error.start}", "check that this is the right file"
+        raise ConfigError("the configuration is not UTF-8 text", where=where, remedy=remedy) from None
     builder = _Builder(source)
     data = builder.read(text)
     if data is None:
@@ -160,30 +157,20 @@ class _Composer(Composer):
 
     def compose_node(self, parent: object, index: object) -> Node:
         event = self.parser.peek_event()
+        where = f"{self._source}:{event.start_mark.line + 1}:{event.start_mark.column + 1}"
         # Also `!!str` and the like: a tag decides what a value is, and here the schema does.
         if (tag := getattr(event, "ctag", None)) is not None:
-            raise ConfigError(
-                "tags are not allowed",
-                where=_at(self._source, event.start_mark),
-                found=tag,
-                remedy="write the value without its tag",
-            )
+            remedy = "write the value without its tag"
+            raise ConfigError("tags are not allowed", where=where, found=tag, remedy=remedy)
         # YAML lets a later anchor replace an earlier one, so an alias would depend on its place in the file.
         if not isinstance(event, AliasEvent) and (first := self.anchors.get(event.anchor)):
-            raise ConfigError(
-                "the same anchor twice",
-                where=f"{_at(self._source, event.start_mark)}: &{event.anchor}",
-                found=f"first in line {first.start_mark.line + 1}",
-                remedy="give one of them another name",
-            )
+            found, remedy = f"first in line {first.start_mark.line + 1}", "give one of them another name"
+            where = f"{where}: &{event.anchor}"
+            raise ConfigError("the same anchor twice", where=where, found=found, remedy=remedy)
         # YAML's escapes can give half a character, which nothing after this can encode.
         if _SURROGATE.search(getattr(event, "value", "")):
-            raise ConfigError(
-                "text that is no Unicode",
-                where=_at(self._source, event.start_mark),
-                found="an escape of D800 to DFFF",
-                remedy="write the character itself",
-            )
+            found, remedy = "an escape of D800 to DFFF", "write the character itself"
+            raise ConfigError("text that is no Unicode", where=where, found=found, remedy=remedy)
         node: Node = super().compose_node(parent, index)
         return node
 
@@ -261,12 +248,9 @@ class _Builder:
             key = str(key_node.value)
             # Readers differ: most take the last of two equal keys, and the user meant one of them.
             if key in pairs:
-                raise ConfigError(
-                    "the same key twice",
-                    where=f"{where}: {_dotted(path, key)}",
-                    found=f"first in line {pairs[key][0].start_mark.line + 1}",
-                    remedy="keep one of them",
-                )
+                where, first = f"{where}: {_dotted(path, key)}", pairs[key][0].start_mark.line + 1
+                found = f"first in line {first}"
+                raise ConfigError("the same key twice", where=where, found=found, remedy="keep one of them")
             pairs[key] = key_node, value_node
         result: dict[str, Value] = {}
         # A quoted "<<" is a key like any other. Merged before the keys, which win over it.
@@ -283,10 +267,8 @@ class _Builder:
         # The first mapping of a list wins.
         for mapping in reversed(node.value if isinstance(node, SequenceNode) else [node]):
             if not isinstance(mapping, MappingNode):
-                where = _at(self._source, mapping.start_mark)
-                raise ConfigError(
-                    "`<<` merges mappings only", where=where, remedy="name the anchor of a mapping"
-                )
+                where, remedy = _at(self._source, mapping.start_mark), "name the anchor of a mapping"
+                raise ConfigError("`<<` merges mappings only", where=where, remedy=remedy)
             value = self._build(mapping, path, depth)
             assert isinstance(value, dict)
             result |= value
@@ -311,15 +293,10 @@ def _scalar(node: ScalarNode, path: str, source: str) -> Value:
         if not -_TOO_LARGE <= int(text) < _TOO_LARGE:  # other programs would overflow
             raise ConfigError("a number too large", where=where, found=text, remedy="write one below 2^63")
         return int(text)
-    if _FLOAT.fullmatch(text):
-        number = float(text)
-        # 1e999 has the form of a float and becomes infinite.
-        if not math.isfinite(number):
-            raise ConfigError(
-                "a number too large for a float",
-                where=where,
-                found=text,
-                remedy="write a finite number",
-            )
-        return number
-    return text
+    if not _FLOAT.fullmatch(text):
+        return text
+    # 1e999 has the form of a float and becomes infinite.
+    if not math.isfinite(number := float(text)):
+        what = "a number too large for a float"
+        raise ConfigError(what, where=where, found=text, remedy="write a finite number")
+    return number

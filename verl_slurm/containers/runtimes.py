@@ -18,9 +18,8 @@ from typing import Literal, NamedTuple
 import verl_slurm
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.config.checks.options import asks_for_gpus
-from verl_slurm.config.container_section import ContainerConfig
 from verl_slurm.config.reward_spec import parse_reward
-from verl_slurm.config.schema import RunConfig
+from verl_slurm.config.schema import ContainerConfig, RunConfig
 from verl_slurm.verl.overrides import user_settings
 from verl_slurm.verl.verl_inputs import inputs_of, is_remote, said_settings
 
@@ -194,7 +193,6 @@ def mounts(config: RunConfig, *more: str) -> list[Mount]:
     container = config.slurm.container
     assert container is not None
     written = [config.run_dir, config.checkpoint.local_dir or "", *container.binds, *more]
-    written += [str(Path.home())] if container.mount_home else []
     read = inputs(config)
     # Ranks seal what they save, and read what they resume from.
     if (keys := config.checkpoint.encryption) is not None:

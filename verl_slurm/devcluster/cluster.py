@@ -2,12 +2,11 @@
 
 ```
 DIR/                 0700, default ~/.cache/verl-slurm/devcluster
-  slurm.conf         (and cgroup.conf, gres.conf, slurmdbd.conf)
+  slurm.conf         (and cgroup.conf, gres.conf)
   state.json lock    what was started; one command at a time
   munge/             key, socket: our own, never the machine's
   state/ spool/ run/ slurmctld's state, each slurmd's spool, pid files
   gpus/              placeholder files of counted GPUs that do not exist
-  database/          MariaDB's files and socket, with accounting
   log/               the daemons' logs
 ```
 
@@ -20,11 +19,10 @@ import re
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -48,7 +46,7 @@ from verl_slurm.devcluster.state import ClusterState, locked, read_state, write_
 _MAX_DIRECTORY_BYTES = 108 - 1 - len("/spool/node16/node16_4294967295.4294967295")
 _START_S = 30.0
 _POLL_S = 0.05
-_SUBDIRECTORIES = ("munge", "state", "spool", "run", "log", "gpus", "database")
+_SUBDIRECTORIES = ("munge", "state", "spool", "run", "log", "gpus")
 
 
 class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,8 +63,6 @@ class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Maps a node's name to the number of GPUs that Slurm grants there."""
     gpus_are_real: bool = False
     """False: Slurm counts them, but they do not exist."""
-    accounting: bool = False
-    """It was started with accounting."""
     seconds: float = 0.0
     """Duration of the command."""
     left: list[int] = []
@@ -113,7 +109,7 @@ class DevCluster:
         """
         began = time.monotonic()
         options = options or conf.ClusterOptions()
-        programs = machine.find_programs(accounting=options.accounting)
+        programs = machine.find_programs()
         user = machine.user_name()
         self._check_directory()
         private_dir(self.directory)
@@ -166,29 +162,25 @@ class DevCluster:
             # Together the nodes have less than there is, as the system needs some itself.
             memory_mb=options.mem_mb_per_node
             or max(64, psutil.virtual_memory().total // 2**20 * 9 // 10 // options.nodes),
-            ports=machine.free_ports(options.nodes + 2),
+            ports=machine.free_ports(options.nodes + 1),
             gpus=conf.deal_gpus(options, machine.real_gpus(), self.directory / "gpus"),
         )
         for file in (file for files in layout.gpus.values() for file in files):
             # Slurm grants GPUs that have a file; those that do not exist get an empty one.
             if not self._is_real(file):
                 write_file(Path(file), b"")
-        write_file(self.slurm_conf, conf.slurm_conf(options, layout).encode())
+        write_file(self.slurm_conf, conf.slurm_conf(options, layout, self.settings(layout)).encode())
         write_file(self.directory / "cgroup.conf", conf.cgroup_conf(version).encode())
         write_file(self.directory / "gres.conf", conf.gres_conf(layout).encode())
         # A key of its own: who may use the machine's munge cannot speak to this cluster, nor the other way round.
         write_file(self.directory / "munge" / "key", secrets.token_bytes(128))
-        # An earlier start's has a password, and slurmdbd is not always started again.
-        (self.directory / "slurmdbd.conf").unlink(missing_ok=True)
         state = ClusterState(
             boot_id=boot_id(), name=layout.name, slurm_version=version_text, options=options, gpus=layout.gpus
         )
         write_state(self.directory, state)
         # In this order: slurmctld and slurmd sign each message by munge, and slurmd registers with slurmctld.
         self.start_munged()
-        if options.accounting:
-            # Before slurmctld, which reads from it who may submit.
-            self._start_accounting(options, layout, programs)
+        self.start_before_slurmctld(options, layout)
         self.start_slurmctld()
         for node in conf.node_names(options.nodes):
             self.start_slurmd(node)
@@ -202,31 +194,14 @@ class DevCluster:
             **self.env(),
         }
 
-    def _start_accounting(
-        self, options: conf.ClusterOptions, layout: conf.ClusterLayout, programs: dict[str, str]
-    ) -> None:
-        run, logs = self.directory / "run", self.directory / "log"
-        # Letters and digits alone: it stands in SQL and in slurmdbd.conf.
-        password = secrets.token_hex(32)
-        sql = self.directory / "database" / "init.sql"
-        write_file(sql, conf.database_sql(password).encode())
-        write_file(self.directory / "slurmdbd.conf", conf.slurmdbd_conf(layout, password).encode())
-        # Seconds, and longer where a disk takes its time to sync.
-        argv = conf.install_database(programs["mariadb-install-db"], layout)
-        self._run(argv, logs / "start.log", within_s=4 * _START_S)
-        argv = conf.mariadbd_argv(programs["mariadbd"], layout, sql)
-        # It stays in the foreground, unlike Slurm's daemons.
-        self._spawn([programs["setsid"], "--fork", *argv], run / "mariadbd.pid", logs / "mariadbd.log")
-        log = logs / "slurmdbd.log"
-        at = {"MYSQL_UNIX_PORT": str(conf.mariadbd_socket(self.directory))}
-        self._spawn([programs["slurmdbd"]], run / "slurmdbd.pid", log, at)
-        self._await_port(layout.ports[-1], "slurmdbd", log)
-        for argv in conf.sacctmgr_commands(programs["sacctmgr"], options, layout):
-            self._run(argv, log)
-        # slurmdbd has used the database by then, which reads it before it answers.
-        sql.unlink()
+    def settings(self, layout: conf.ClusterLayout) -> dict[str, str]:
+        """Returns settings of slurm.conf that a cluster with further daemons has in addition, or instead of ours."""
+        return {}
 
-    def _run(
+    def start_before_slurmctld(self, options: conf.ClusterOptions, layout: conf.ClusterLayout) -> None:
+        """Starts daemons that slurmctld asks when it starts, in a cluster that has some."""
+
+    def run_program(
         self,
         argv: list[str],
         log: Path,
@@ -254,14 +229,14 @@ class DevCluster:
         if done.returncode != 0:
             raise self._did_not_start(name, log)
 
-    def _spawn(
+    def spawn(
         self, argv: list[str], pid_file: Path, log: Path, environment: dict[str, str] | None = None
     ) -> None:
         """Starts a daemon that puts itself into the background, and waits for its pid file."""
         # The file of a former daemon would count as this one's.
         pid_file.unlink(missing_ok=True)
         name = Path(argv[0]).name
-        self._run([*fixed_groups.prefix(), *argv], log, name=name, environment=environment)
+        self.run_program([*fixed_groups.prefix(), *argv], log, name=name, environment=environment)
         deadline = time.monotonic() + _START_S
         while time.monotonic() < deadline:
             # the background process writes the pid file shortly after the foreground one has ended
@@ -270,15 +245,6 @@ class DevCluster:
             except (OSError, ValueError):
                 process = None
             if process is not None:
-                return
-            time.sleep(_POLL_S)
-        raise self._did_not_start(name, log)
-
-    def _await_port(self, port: int, name: str, log: Path) -> None:
-        """Waits until something listens there: slurmdbd makes its tables first, for seconds on a slow disk."""
-        deadline = time.monotonic() + _START_S
-        while time.monotonic() < deadline:
-            with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
                 return
             time.sleep(_POLL_S)
         raise self._did_not_start(name, log)
@@ -311,19 +277,19 @@ class DevCluster:
             f"--log-file={log}",
             "--num-threads=2",
         ]
-        self._spawn(argv, munge / "pid", log)
+        self.spawn(argv, munge / "pid", log)
 
     def start_slurmctld(self) -> None:
         log = self.directory / "log" / "slurmctld.log"
         pid_file = self.directory / "run" / "slurmctld.pid"
         argv = [machine.find_programs()["slurmctld"], "-f", str(self.slurm_conf)]
-        self._spawn(argv, pid_file, log)
+        self.spawn(argv, pid_file, log)
 
     def start_slurmd(self, node: str) -> None:
         log = self.directory / "log" / node_log_name(node)
         pid_file = self.directory / "run" / f"slurmd.{node}.pid"
         argv = [machine.find_programs()["slurmd"], "-N", node, "-f", str(self.slurm_conf)]
-        self._spawn(argv, pid_file, log)
+        self.spawn(argv, pid_file, log)
 
     def _await_idle(self, options: conf.ClusterOptions) -> None:
         """Polls a bounded number of times until all nodes have registered: Slurm has no event for that."""
@@ -387,7 +353,6 @@ class DevCluster:
             slurm_version=None if state is None else state.slurm_version,
             nodes=nodes,
             gpus={} if state is None else {name: len(files) for name, files in state.gpus.items()},
-            accounting=state is not None and state.options.accounting,
             gpus_are_real=state is not None
             and any(self._is_real(file) for file in sum(state.gpus.values(), ())),
             seconds=round(time.monotonic() - began, 2),

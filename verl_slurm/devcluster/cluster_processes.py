@@ -21,6 +21,7 @@ import psutil
 from verl_slurm.base.processes import KnownProcess, known
 
 _LOGGERS = frozenset({"munged", "slurmctld", "slurmscriptd", "slurmd", "slurmstepd", "slurmdbd", "mariadbd"})
+"""The daemons of a cluster, those with accounting included (tests/devcluster/accounting.py)."""
 _POLL_S = 0.02
 
 

@@ -12,15 +12,9 @@ Settings that are defaults in all of them (auth/munge, no accounting, no task pl
 and go between versions, defaults do not.
 
 Slurm counts cores, memory and GPUs when it places jobs. It confines no job to them: that takes cgroups of its own.
-
-With accounting, MariaDB listens on a socket in the cluster's directory and on no port. slurmdbd has a password for it,
-made at each start, which is in slurmdbd.conf and, until the database has read it, in a file of SQL; both have mode
-0600. Slurm's programs prove to slurmdbd who they are by munge. With the cluster's state the database is lost at the
-next start. In it are the cluster, the account `dev`, this user (and root), and two QOS. `normal` is Slurm's own and the
-default; `urgent` preempts it. Jobs of `normal` get the cluster's grace time and preemption mode.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -30,7 +24,7 @@ PREEMPTIBLE = "preemptible"
 """The default partition: `urgent` preempts its jobs. They are requeued after the grace time, unless asked otherwise.
 """
 URGENT = "urgent"
-"""A partition. With accounting a QOS, too."""
+"""A partition."""
 
 _NodeCount = Annotated[int, msgspec.Meta(ge=1, le=16)]
 _CpuCount = Annotated[int, msgspec.Meta(ge=1, le=1024)]
@@ -65,9 +59,6 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """A file of plugins for srun and slurmd, as Slurm's plugstack.conf; e.g. Pyxis."""
     send_user_signal: bool = True
     """Warn the batch process at a preemption (`sbatch --signal=B:..`); without, steps get TERM at once."""
-    accounting: bool = False
-    """With slurmdbd and MariaDB: `sacct` answers, jobs have priorities, and jobs of the QOS `urgent` preempt those of
-    `normal`, in any partition. Needs the packages slurmdbd and mariadb-server-core, too."""
 
 
 class ClusterLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +72,7 @@ class ClusterLayout(msgspec.Struct, frozen=True, kw_only=True):
     memory_mb: int
     """Of each node."""
     ports: tuple[int, ...]
-    """slurmctld's, then one per node, then slurmdbd's."""
+    """slurmctld's, then one per node."""
     gpus: dict[str, tuple[str, ...]] = {}
     """Maps a node's name to the files of its GPUs."""
 
@@ -128,8 +119,12 @@ def gres_conf(layout: ClusterLayout) -> str:
     return "".join(lines)
 
 
-def slurm_conf(options: ClusterOptions, layout: ClusterLayout) -> str:
-    """Returns the text of slurm.conf. The layout must have `options.nodes + 2` ports."""
+def slurm_conf(options: ClusterOptions, layout: ClusterLayout, settings: Mapping[str, str]) -> str:
+    """Returns the text of slurm.conf. The layout must have `options.nodes + 1` ports.
+
+    Args:
+        settings: further ones, or others in the place of ours.
+    """
     base = layout.directory
     auth = f"socket={layout.munge_socket}"
     if options.cred_expire_s is not None:
@@ -170,8 +165,8 @@ def slurm_conf(options: ClusterOptions, layout: ClusterLayout) -> str:
         # A node whose slurmd was killed comes back by itself when that runs again.
         "ReturnToService=2",
         "JobRequeue=1",
-        # By the partitions' PriorityTier below, unless there is an accounting database, which a QOS needs.
-        f"PreemptType=preempt/{'qos' if options.accounting else 'partition_prio'}",
+        # By the partitions' PriorityTier below.
+        "PreemptType=preempt/partition_prio",
         # the gang scheduler resumes suspended jobs: Slurm accepts SUSPEND in combination with GANG
         f"PreemptMode={'SUSPEND,GANG' if options.preempt_mode == 'SUSPEND' else options.preempt_mode}",
         "SchedulerType=sched/backfill",
@@ -186,13 +181,13 @@ def slurm_conf(options: ClusterOptions, layout: ClusterLayout) -> str:
         lines.append(f"SlurmctldParameters={','.join(slurmctld_parameters)}")
     if preempt_parameters:
         lines.append(f"PreemptParameters={','.join(preempt_parameters)}")
-    if options.accounting:
-        lines += _accounting(layout)
     if options.plugstack is not None:
         lines.append(f"PlugStackConfig={options.plugstack}")
     if layout.gpus:
         lines.append("GresTypes=gpu")
-    for name, port in zip(node_names(options.nodes), layout.ports[1:-1], strict=True):
+    lines = [line for line in lines if line.partition("=")[0] not in settings]
+    lines += [f"{name}={value}" for name, value in settings.items()]
+    for name, port in zip(node_names(options.nodes), layout.ports[1:], strict=True):
         gpus = f" Gres=gpu:{len(layout.gpus[name])}" if name in layout.gpus else ""
         lines.append(
             # One machine for all: nodes differ by name (`slurmd -N`) and port.
@@ -211,120 +206,6 @@ def slurm_conf(options: ClusterOptions, layout: ClusterLayout) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _accounting(layout: ClusterLayout) -> list[str]:
-    lines = [
-        "AccountingStorageType=accounting_storage/slurmdbd",
-        "AccountingStorageHost=localhost",
-        f"AccountingStoragePort={layout.ports[-1]}",
-        # No password: with munge the word is the socket. For messages to slurmdbd AuthInfo above does not count.
-        f"AccountingStoragePass={layout.munge_socket}",
-        # As on big clusters: without it Slurm takes any --qos and any account, and limits do not hold.
-        "AccountingStorageEnforce=associations,limits,qos",
-        # By /proc; the cgroup plugin would need cgroups of its own. For MaxRSS and the like in sacct.
-        "JobAcctGatherType=jobacct_gather/linux",
-        "PriorityType=priority/multifactor",
-        "PriorityWeightQOS=10000",
-        "PriorityWeightAge=1000",
-        "PriorityWeightFairshare=1000",
-    ]
-    if layout.gpus:
-        lines.append("AccountingStorageTRES=gres/gpu")
-    return lines
-
-
 def cgroup_conf(version: tuple[int, int]) -> str:
     # Versions before 24.05 refuse `disabled`; their v1 plugin touches nothing until asked, and v2 would need systemd.
     return f"CgroupPlugin={'disabled' if version >= (24, 5) else 'cgroup/v1'}\n"
-
-
-_ACCOUNT = "dev"
-_DATABASE = "slurm_acct_db"
-_DATABASE_USER = "slurm"
-
-
-def mariadbd_socket(directory: Path) -> Path:
-    """Returns the database's socket. libmariadb finds it by MYSQL_UNIX_PORT; slurmdbd.conf has no key for it."""
-    return directory / "database" / "socket"
-
-
-def slurmdbd_conf(layout: ClusterLayout, password: str) -> str:
-    """Returns the text of slurmdbd.conf. slurmdbd wants it with mode 0600."""
-    base = layout.directory
-    lines = [
-        "# Written by `verl-slurm devcluster start`; lost at the next start.",
-        "AuthType=auth/munge",
-        f"AuthInfo=socket={layout.munge_socket}",
-        "DbdHost=localhost",
-        f"DbdPort={layout.ports[-1]}",
-        # loopback alone
-        "CommunicationParameters=NoInAddrAny",
-        f"SlurmUser={layout.user}",
-        "StorageType=accounting_storage/mysql",
-        "StorageHost=localhost",
-        f"StorageUser={_DATABASE_USER}",
-        f"StoragePass={password}",
-        f"StorageLoc={_DATABASE}",
-        f"LogFile={base}/log/slurmdbd.log",
-        f"PidFile={base}/run/slurmdbd.pid",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def install_database(program: str, layout: ClusterLayout) -> list[str]:
-    """Returns the command line that makes an empty database. Its own root is this user, by the socket alone."""
-    return [
-        program,
-        # Not the machine's own configuration, which has other directories.
-        "--no-defaults",
-        f"--datadir={layout.directory / 'database' / 'data'}",
-        "--auth-root-authentication-method=socket",
-        f"--auth-root-socket-user={layout.user}",
-        "--skip-test-db",
-    ]
-
-
-def database_sql(password: str) -> str:
-    """Returns the SQL that gives slurmdbd its database. `password` must need no quoting."""
-    return (
-        f"CREATE DATABASE {_DATABASE};\n"
-        f"CREATE USER {_DATABASE_USER}@localhost IDENTIFIED BY '{password}';\n"
-        f"GRANT ALL ON {_DATABASE}.* TO {_DATABASE_USER}@localhost;\n"
-    )
-
-
-def mariadbd_argv(program: str, layout: ClusterLayout, sql: Path) -> list[str]:
-    """Returns the command line of the database's server, which stays in the foreground."""
-    base = layout.directory
-    return [
-        program,
-        "--no-defaults",
-        # As root it starts only if it is told so; else this changes nothing.
-        f"--user={layout.user}",
-        f"--datadir={base / 'database' / 'data'}",
-        f"--socket={mariadbd_socket(base)}",
-        "--skip-networking",
-        f"--pid-file={base / 'run' / 'mariadbd.pid'}",
-        f"--log-error={base / 'log' / 'mariadbd.log'}",
-        f"--init-file={sql}",
-        # Not durable: nothing of it outlives the cluster.
-        "--innodb-flush-log-at-trx-commit=0",
-        "--performance-schema=OFF",
-        # With less of these three slurmdbd logs an error.
-        "--innodb-buffer-pool-size=128M",
-        "--innodb-log-file-size=64M",
-        "--innodb-lock-wait-timeout=900",
-    ]
-
-
-def sacctmgr_commands(program: str, options: ClusterOptions, layout: ClusterLayout) -> list[list[str]]:
-    # In the spelling of `sacctmgr`. GANG belongs to the cluster's mode alone.
-    mode = options.preempt_mode.lower()
-    allowed = [f"DefaultAccount={_ACCOUNT}", f"QOS=normal,{URGENT}", "DefaultQOS=normal"]
-    words = [
-        ["add", "cluster", layout.name],
-        ["modify", "qos", "normal", "set", f"GraceTime={options.grace_s}", f"PreemptMode={mode}"],
-        ["add", "qos", URGENT, "Priority=1000", "Preempt=normal"],
-        ["add", "account", _ACCOUNT],
-        *(["add", "user", user, *allowed] for user in dict.fromkeys((layout.user, "root"))),
-    ]
-    return [[program, "--immediate", *each] for each in words]

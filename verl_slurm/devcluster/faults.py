@@ -43,11 +43,8 @@ class NodeFailure(msgspec.Struct, frozen=True, kw_only=True):
 def _state(cluster: DevCluster) -> ClusterState:
     state = read_state(cluster.directory) if cluster.directory.is_dir() else None
     if state is None or not cluster.daemons().can_answer:
-        raise NotFound(
-            "no embedded cluster is running",
-            where=cluster.directory,
-            remedy="verl-slurm devcluster start (with the same --dir)",
-        )
+        remedy = "verl-slurm devcluster start (with the same --dir)"
+        raise NotFound("no embedded cluster is running", where=cluster.directory, remedy=remedy)
     return state
 
 
@@ -64,18 +61,16 @@ def preempt(cluster: DevCluster, job_id: int, *, hold_s: int = 3, timeout_s: flo
         NotFound: no cluster, no such job.
         SlurmRefused: the job is not running, not preemptible, or was not preempted in time.
     """
-    with_qos = _state(cluster).options.accounting
-    return asyncio.run(_preempt(cluster, job_id, hold_s, timeout_s, with_qos=with_qos))
+    _state(cluster)
+    return asyncio.run(_preempt(cluster, job_id, hold_s, timeout_s))
 
 
-async def _preempt(
-    cluster: DevCluster, job_id: int, hold_s: int, timeout_s: float, *, with_qos: bool
-) -> Preemption:
+async def _preempt(cluster: DevCluster, job_id: int, hold_s: int, timeout_s: float) -> Preemption:
     client = SlurmClient(cluster.client_env())
     before = await client.job(job_id)
     _check_preemptible(before)
     began = time.monotonic()
-    urgent = await _submit_urgent(client, before, hold_s, with_qos=with_qos)
+    urgent = await _submit_urgent(client, before, hold_s)
     while time.monotonic() - began < timeout_s:
         facts = await client.job(job_id)
         seen: Literal["preempt_time", "requeued", "suspended"] | None = None
@@ -99,20 +94,12 @@ async def _preempt(
         if facts.is_over:
             # Else the urgent job would keep the nodes, or preempt another job later.
             await client.run(["scancel", str(urgent)])
-            raise SlurmRefused(
-                "the job ended before it was preempted",
-                where=job_id,
-                found=facts.state,
-                remedy="choose a job that runs for longer",
-            )
+            what, remedy = "the job ended before it was preempted", "choose a job that runs for longer"
+            raise SlurmRefused(what, where=job_id, found=facts.state, remedy=remedy)
         await asyncio.sleep(_POLL_S)
     await client.run(["scancel", str(urgent)])
-    raise SlurmRefused(
-        "Slurm did not preempt the job",
-        where=job_id,
-        found=f"nothing within {timeout_s:g} s",
-        remedy=f"look at {cluster.directory}/log/slurmctld.log",
-    )
+    found, remedy = f"nothing within {timeout_s:g} s", f"look at {cluster.directory}/log/slurmctld.log"
+    raise SlurmRefused("Slurm did not preempt the job", where=job_id, found=found, remedy=remedy)
 
 
 def _check_preemptible(facts: JobFacts) -> None:
@@ -134,13 +121,11 @@ def _check_preemptible(facts: JobFacts) -> None:
         )
 
 
-async def _submit_urgent(client: SlurmClient, facts: JobFacts, hold_s: int, *, with_qos: bool) -> int:
+async def _submit_urgent(client: SlurmClient, facts: JobFacts, hold_s: int) -> int:
     """Submits a job for exactly the nodes of the other, whole, that ends by itself."""
     assert facts.node_list is not None
     words = [
         f"--partition={URGENT}",
-        # With accounting the QOS decides, else the partition.
-        *([f"--qos={URGENT}"] if with_qos else []),
         # Its very nodes: on others it would preempt another job, or none.
         f"--nodelist={facts.node_list}",
         f"--nodes={facts.num_nodes}",
@@ -159,12 +144,8 @@ async def _submit_urgent(client: SlurmClient, facts: JobFacts, hold_s: int, *, w
 def _known_node(state: ClusterState, node: str) -> None:
     names = node_names(state.options.nodes)
     if node not in names:
-        raise NotFound(
-            "the cluster has no such node",
-            where=node,
-            expected=f"one of {', '.join(names)}",
-            remedy="verl-slurm devcluster status",
-        )
+        expected, remedy = f"one of {', '.join(names)}", "verl-slurm devcluster status"
+        raise NotFound("the cluster has no such node", where=node, expected=expected, remedy=remedy)
 
 
 def fail_node(cluster: DevCluster, node: str) -> NodeFailure:
@@ -211,9 +192,5 @@ def restore_node(cluster: DevCluster, node: str, *, timeout_s: float = 30.0) -> 
         if now in {"idle", "mix", "alloc", "comp"}:
             return now
         time.sleep(_POLL_S)
-    raise SlurmRefused(
-        "the node did not come back",
-        where=node,
-        found=cluster.node_states().get(node, "unknown"),
-        remedy=f"look at {cluster.directory}/log",
-    )
+    now, remedy = cluster.node_states().get(node, "unknown"), f"look at {cluster.directory}/log"
+    raise SlurmRefused("the node did not come back", where=node, found=now, remedy=remedy)

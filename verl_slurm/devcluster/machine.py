@@ -12,35 +12,27 @@ from pathlib import Path
 from verl_slurm.base.errors import ConfigError, SlurmMissing
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sinfo", "scontrol", "sbatch", "srun")
-_ACCOUNTING_PROGRAMS = ("slurmdbd", "sacctmgr", "mariadbd", "mariadb-install-db", "setsid")
 # Debian puts the daemons into directories that are not in an ordinary user's PATH
 EXTRA_PATH = "/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/usr/bin:/bin"
 
 
-def find_programs(*, accounting: bool = False) -> dict[str, str]:
+def find_programs() -> dict[str, str]:
     """Returns the absolute paths of the required programs.
 
     Raises:
         SlurmMissing: names every one that is not there, and the packages that have them.
     """
-    wanted = dict.fromkeys(_PROGRAMS, "slurm-wlm munge")
-    if accounting:
-        wanted |= dict.fromkeys(_ACCOUNTING_PROGRAMS, "slurmdbd mariadb-server-core")
     path = f"{os.environ.get('PATH', '')}:{EXTRA_PATH}"
-    found = {name: shutil.which(name, path=path) for name in wanted}
-    missing = [name for name, where in found.items() if where is None]
-    if missing:
-        packages = " ".join(dict.fromkeys(wanted[name] for name in missing))
-        get = f"apt-get install {packages} (not to be started)"
+    found = {name: shutil.which(name, path=path) for name in _PROGRAMS}
+    if missing := [name for name, where in found.items() if where is None]:
+        get = "apt-get install slurm-wlm munge (not to be started)"
         if os.geteuid() != 0:
             # The cluster itself needs no root, its installation does.
             get = f"ask an administrator of this machine for: {get}"
-        other = "start it without --accounting" if accounting else "submit with --cluster local"
         raise SlurmMissing(
-            "the embedded cluster needs the programs of Slurm and munge"
-            + (", and with accounting MariaDB's" if accounting else ""),
+            "the embedded cluster needs the programs of Slurm and munge",
             found=f"no {', '.join(missing)}",
-            remedy=f"{get}, or {other}",
+            remedy=f"{get}, or submit with --cluster local",
         )
     return {name: where for name, where in found.items() if where is not None}
 

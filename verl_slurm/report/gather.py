@@ -13,27 +13,21 @@ from verl_slurm import __version__
 from verl_slurm.base.bounded import JOURNAL, TooMuch, open_regular
 from verl_slurm.base.errors import NotFound, PermissionRefused, VerlSlurmError
 from verl_slurm.base.one_line import counted, shell_word
-from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.checkpoint.format.info import CheckpointInfo
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.lost import gone_back
 from verl_slurm.checkpoint.store.run_config import keys_for
 from verl_slurm.config.load import differences, load_resolved
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.journal.events import Ended, Event, ServiceReady
+from verl_slurm.journal.events import Avoid, Crash, Ended, Event, Hang, Link, ServiceReady, Warned
 from verl_slurm.journal.files import read_events
-from verl_slurm.journal.history import History, interruption_facts
+from verl_slurm.journal.history import History, LifeInterval, TimeUse, interruption_facts
 from verl_slurm.journal.status import read_status
 from verl_slurm.journal.steps import every_row
+from verl_slurm.report import report_facts as shown
 from verl_slurm.report.curves import Steps
-from verl_slurm.report.from_events import allocation_of, checkpoints_of, nodes_of, warnings_of
-from verl_slurm.report.report_facts import (
-    DifferingSetting,
-    Report,
-    RewardFact,
-    RunFacts,
-    SampleFacts,
-    WarningFact,
-)
+from verl_slurm.report.report_facts import Report, RunFacts
 from verl_slurm.runs.glance import ask_for, glance, state_of, steps_done
 from verl_slurm.runs.run_record import has_ledger
 from verl_slurm.runtime_state.samples import best_and_worst, read_samples
@@ -43,6 +37,9 @@ T = TypeVar("T")
 
 # Its address is often a secret, and a page may be handed on. Other secrets are files: a configuration refuses them.
 _HIDDEN = "hooks.webhook"
+_MOST_CHECKPOINTS = 300
+_MOST_NODES = 100
+_MOST_WARNINGS = 30
 
 
 def require_traces(paths: RunPaths) -> RunPaths:
@@ -144,7 +141,7 @@ class _Reader:
         until = self._now if alive else history.last_at
         intervals = history.intervals(until or 0.0)
         use = history.time_use(until or 0.0) if intervals else None
-        never: list[RewardFact] = []
+        never: list[shown.RewardFact] = []
         rewards = self._try("rewards.json", self._rewards, never)
         facts = RunFacts(
             name=config.name if config is not None else paths.root.name,
@@ -161,14 +158,14 @@ class _Reader:
             restarts={cause: count for cause, count in history.restarts.items() if count},
             timeline=intervals,
             time_use=use,
-            cost=allocation_of(history, intervals, config, use, self._price),
+            cost=_allocation_of(history, intervals, config, use, self._price),
             tokens=steps.tokens(),
             phases=steps.phases(),
             curves=steps.curves(),
             rewards=rewards,
             attempts_at=steps.attempts_at(),
-            nodes=nodes_of(events, status),
-            warnings=warnings_of(events),
+            nodes=_nodes_of(events, status),
+            warnings=_warnings_of(events),
         )
         ready = [event.seconds for event in events if isinstance(event, ServiceReady)]
         facts.engine_start_s = round(sum(ready), 3) if ready else None
@@ -177,9 +174,9 @@ class _Reader:
             facts.interruptions = interruption_facts(
                 history.outages, datetime.fromtimestamp(until, UTC), has_ledger=has_ledger(paths)
             )
-        facts.checkpoints = self._try("checkpoints", lambda: checkpoints_of(paths, history, steps), [])
+        facts.checkpoints = self._try("checkpoints", lambda: _checkpoints_of(paths, history, steps), [])
         if lost := self._try("the newest checkpoint", lambda: self._lost(history, newest), ""):
-            facts.warnings.insert(0, WarningFact(time=None, topic="checkpoint", text=lost))
+            facts.warnings.insert(0, shown.WarningFact(time=None, topic="checkpoint", text=lost))
         if self._num_samples:
             facts.samples = self._try("samples.jsonl", self._samples, [])
         facts.missing = self._missing
@@ -252,9 +249,9 @@ class _Reader:
     def _lost(self, history: History, newest: CheckpointInfo | None) -> str:
         return "" if newest is None else gone_back(self.paths, history, newest.name, self.config)
 
-    def _rewards(self) -> list[RewardFact]:
+    def _rewards(self) -> list[shown.RewardFact]:
         return [
-            RewardFact(
+            shown.RewardFact(
                 step=one.step + 1,
                 reward=one.reward,
                 replaced=one.replaced,
@@ -263,7 +260,7 @@ class _Reader:
             for one in read_reward_plan(self.paths).switches
         ]
 
-    def _samples(self) -> list[SampleFacts]:
+    def _samples(self) -> list[shown.SampleFacts]:
         # Without a configuration it is not known whether they are encrypted; `read_samples` says so if they are.
         keys = keys_for(self.paths.root) if self.config is not None else None
         kept = read_samples(self.paths, keys)
@@ -272,10 +269,115 @@ class _Reader:
         step = kept[max(kept)]
         best, worst = best_and_worst(step.samples, self._num_samples, self._num_samples)
         return [
-            SampleFacts(**msgspec.structs.asdict(sample), step=step.step, kind=kind)
+            shown.SampleFacts(**msgspec.structs.asdict(sample), step=step.step, kind=kind)
             for kind, some in (("best", best), ("worst", worst))
             for sample in some
         ]
+
+
+def _checkpoints_of(paths: RunPaths, history: History, steps: Steps) -> list[shown.CheckpointFacts]:
+    """The newest saves of the journal, and what is in the directory; newest first.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    saves = {name: save.event for name, save in history.saves.items()}
+    # A colleague of a group sees none of them, as in `status`.
+    try:
+        present = {info.name: info for info in list_checkpoints(paths) if info.kind == "committed"}
+    except PermissionError:
+        present = {}
+    found = []
+    stalls = _stalls(list(saves), steps)
+    # A checkpoint without a save in the journal is older than what was read of it.
+    for name in [*sorted(present.keys() - saves.keys()), *saves]:
+        saved, there = saves.get(name), present.get(name)
+        known = shown.CheckpointFacts(name=name, stall_s=stalls.get(name), kept=there is not None)
+        if saved is not None:
+            unread = "" if saved.on_shared else "on the nodes' disks"
+            taken = ("attempt", "num_bytes", "seconds", "emergency", "reason")
+            own = {field: getattr(saved, field) for field in taken}
+            known = msgspec.structs.replace(known, time=saved.at, verified=unread, **own)
+        elif there is not None:
+            known = msgspec.structs.replace(known, attempt=there.attempt, num_bytes=there.num_bytes)
+        found.append(msgspec.structs.replace(known, verified=history.verdicts.get(name, known.verified)))
+    return found[::-1][:_MOST_CHECKPOINTS]
+
+
+def _stalls(names: Sequence[str], steps: Steps) -> dict[str, float]:
+    """Name of a save -> seconds of stalls after it; of those whose steps measured any."""
+    at = {name: int(match[1]) for name in names if (match := CHECKPOINT_NAME.fullmatch(name))}
+    # Of several saves in one step, the stall is the last one's.
+    last = {step: name for name, step in at.items()}
+    order = sorted(last)
+    found = zip(order, steps.stall_after(order), strict=True)
+    return {last[step]: round(seconds, 3) for step, seconds in found if seconds is not None}
+
+
+def _nodes_of(events: Sequence[Event], status: dict[str, Any]) -> list[shown.NodeFact]:
+    """What was wrong with nodes, newest first; the stragglers of the present come first of all."""
+    found: list[shown.NodeFact] = []
+
+    def note(node: str, what: str, detail: str) -> None:
+        found.append(shown.NodeFact(node=node, time=event.at, what=what, detail=detail))
+
+    for event in events:
+        match event:
+            case Crash(node=str(node), kind=kind, detail=detail) if node:
+                note(node, "lost" if kind == "node" else kind, detail)
+            case Hang(node=node, detail=detail) if node:
+                note(node, "hang", detail)
+            case Avoid(nodes=nodes, detail=detail):
+                for node in nodes:
+                    note(node, "avoided", detail)
+            case Link(node=node, error=error) if node:
+                note(node, "link", error)
+            case Warned(topic="straggler", text=text):
+                node, _, said = text.partition(": ")
+                note(node, "slow", said)
+    slow = [
+        shown.NodeFact(node=str(one).rpartition(" on ")[2], what="slow", detail=f"{one}, now")
+        for one in status.get("stragglers", [])
+    ]
+    return [*slow, *found[::-1]][:_MOST_NODES]
+
+
+def _warnings_of(events: Sequence[Event]) -> list[shown.WarningFact]:
+    """The newest warnings, newest first; those of nodes are among the nodes."""
+    warned = [event for event in events if isinstance(event, Warned) and event.topic != "straggler"]
+    return [
+        shown.WarningFact(time=event.at, topic=event.topic, text=event.text)
+        for event in warned[: -_MOST_WARNINGS - 1 : -1]
+    ]
+
+
+def _allocation_of(
+    history: History,
+    intervals: Sequence[LifeInterval],
+    config: RunConfig | None,
+    use: TimeUse | None,
+    price_per_hour: float | None,
+) -> shown.Cost | None:
+    """The hours of all GPUs, or cores, that the attempts held. None: the configuration or the time is not known."""
+    if config is None or use is None:
+        return None
+    most = config.distributed.nodes + config.slurm.spare_nodes
+    # Of an attempt that may have other nodes than it asked for, the journal says which it got.
+    chosen = {one.number: one.num_nodes for one in history.attempts}
+    node_s = sum(
+        interval.seconds * (chosen.get(interval.attempt) or most)
+        for interval in intervals
+        if interval.kind != "queued"
+    )
+    gpus = config.slurm.gpus_per_node
+    hours = node_s * (gpus or config.slurm.cpus_per_node) / 3600
+    return shown.Cost(
+        unit="GPU" if gpus else "core",
+        hours=round(hours, 3),
+        useful_hours=round(hours * use.goodput, 3) if use.goodput is not None else None,
+        price_per_hour=price_per_hour,
+        price=round(hours * price_per_hour, 4) if price_per_hour is not None else None,
+    )
 
 
 def _responses(config: RunConfig | None) -> int | None:
@@ -290,7 +392,7 @@ def _responses(config: RunConfig | None) -> int | None:
 
 
 def _description(
-    config: RunConfig | None, status: dict[str, Any], history: History, rewards: Sequence[RewardFact]
+    config: RunConfig | None, status: dict[str, Any], history: History, rewards: Sequence[shown.RewardFact]
 ) -> dict[str, str]:
     found: dict[str, str] = {}
     if config is not None:
@@ -318,7 +420,7 @@ def _description(
     return {what: value for what, value in found.items() if value}
 
 
-def _differences(configs: Sequence[RunConfig | None]) -> list[DifferingSetting]:
+def _differences(configs: Sequence[RunConfig | None]) -> list[shown.DifferingSetting]:
     """The keys in which any run differs from the first one, in the order of the schema; names and places left out."""
     first = next((config for config in configs if config is not None), None)
     if first is None:
@@ -329,7 +431,7 @@ def _differences(configs: Sequence[RunConfig | None]) -> list[DifferingSetting]:
     ]
     firsts = {key: before for changes in changed for key, (before, _) in changes.items()}
     return [
-        DifferingSetting(
+        shown.DifferingSetting(
             key=key,
             values=[
                 None if config is None else _text(key, changes[key][1] if key in changes else before)

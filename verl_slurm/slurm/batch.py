@@ -17,8 +17,7 @@ from collections.abc import Mapping, Sequence
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.search_path import clean_environment
 from verl_slurm.config.checks.options import asks_for_gpus
-from verl_slurm.config.schema import RunConfig
-from verl_slurm.config.services_section import nodes_of_components
+from verl_slurm.config.schema import RunConfig, nodes_of_components
 
 AWAIT = """\
 verl_slurm_await() { # until this command succeeds: its file system may come late

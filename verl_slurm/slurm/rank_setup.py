@@ -6,7 +6,7 @@ ranks then get: the daemon does without, so that no library path of a module can
 
 import shlex
 
-from verl_slurm.config.slurm_section import SlurmConfig
+from verl_slurm.config.schema import SlurmConfig
 
 # `module` is a function of the login shell. Batch jobs of sites that do not export it have these files.
 _MODULES = """\

@@ -22,10 +22,8 @@ import msgspec
 from verl_slurm.base.bounded import SMALL, TooMuch, read_regular
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.paths import CHECKPOINT_NAME
-from verl_slurm.config.hooks_section import HOOKS
 from verl_slurm.config.reward_spec import parse_reward
-from verl_slurm.config.schema import BUILTIN, RunConfig
-from verl_slurm.config.services_section import ServiceConfig
+from verl_slurm.config.schema import BUILTIN, HOOKS, RunConfig, ServiceConfig
 from verl_slurm.program.programs import file_of_verl
 from verl_slurm.verl.verl_inputs import input_keys
 

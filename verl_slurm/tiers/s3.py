@@ -33,7 +33,7 @@ from verl_slurm.base.errors import TierError
 from verl_slurm.checkpoint.format.specification import FileEntry
 from verl_slurm.checkpoint.store.copies import BLOCK_BYTES, ObjectInfo, Source
 from verl_slurm.config.checks.tiers import endpoint_problem
-from verl_slurm.config.tiers_section import TierConfig
+from verl_slurm.config.schema import TierConfig
 
 MAX_PARTS = 10_000
 """S3's own limit."""

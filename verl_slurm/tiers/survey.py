@@ -39,8 +39,7 @@ from verl_slurm.checkpoint.format.specification import MANIFEST, Manifest
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.copies import CopyPlace, DirectoryPlace, ObjectInfo
 from verl_slurm.config.checks.tiers import LOCAL_TIER, is_s3
-from verl_slurm.config.schema import RunConfig
-from verl_slurm.config.tiers_section import TierConfig
+from verl_slurm.config.schema import RunConfig, TierConfig
 from verl_slurm.tiers.run_copies import RunCopies, run_prefix
 from verl_slurm.tiers.tier_plan import TierCopy, TierState
 

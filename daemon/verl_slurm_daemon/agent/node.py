@@ -189,7 +189,7 @@ class Agent:
     async def _is_fit(self, link: LeadLink) -> bool:
         """Returns whether ranks may start on this node; if not, the lead is told, and it ends this agent."""
         # Outside Slurm the next attempt begins on the same machine, and would find the same.
-        if not self._config.health.check_nodes or "SLURM_JOB_ID" not in os.environ:
+        if "SLURM_JOB_ID" not in os.environ:
             return True
         from verl_slurm_daemon.agent.node_check import look_at_node  # for the first start of each agent alone
 

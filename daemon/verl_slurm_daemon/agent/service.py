@@ -33,8 +33,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import become_subreaper
 from verl_slurm.base.search_path import clean_environment
 from verl_slurm.config.load import load_own
-from verl_slurm.config.schema import RunConfig
-from verl_slurm.config.services_section import ServiceConfig
+from verl_slurm.config.schema import RunConfig, ServiceConfig
 from verl_slurm.program.programs import Moves
 from verl_slurm.slurm.rank_setup import python_of
 from verl_slurm.wire import environment

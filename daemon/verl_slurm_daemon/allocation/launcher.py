@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.search_path import clean_environment
-from verl_slurm.config.schema import RunConfig
-from verl_slurm.config.services_section import nodes_of_services
+from verl_slurm.config.schema import RunConfig, nodes_of_services
 from verl_slurm.containers.runtimes import agents_inside, contained_argv, ranks_inside
 from verl_slurm.wire import environment
 from verl_slurm.wire.hang_records import flight_environment

@@ -12,8 +12,7 @@ from verl_slurm.base.fence import Epoch
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import KnownProcess
-from verl_slurm.config.schema import RunConfig
-from verl_slurm.config.services_section import nodes_of_services
+from verl_slurm.config.schema import RunConfig, nodes_of_services
 from verl_slurm.journal.events import RequeueAsked, Started
 from verl_slurm.journal.files import read_events
 from verl_slurm.wire.environment import LOCAL_RESTART_VARIABLE

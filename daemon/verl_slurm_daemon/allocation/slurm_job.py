@@ -22,8 +22,7 @@ from verl_slurm.base.fence import Epoch
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.elastic import allowed_nodes
-from verl_slurm.config.schema import RunConfig
-from verl_slurm.config.services_section import nodes_of_components
+from verl_slurm.config.schema import RunConfig, nodes_of_components
 from verl_slurm.containers.runtimes import in_image
 from verl_slurm.journal.causes import meaning_of
 from verl_slurm.journal.events import StartOverruled

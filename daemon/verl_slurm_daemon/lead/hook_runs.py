@@ -51,10 +51,8 @@ def hooks_of(event: ev.Event) -> tuple[str, ...]:
         # Not the end of an attempt that another one follows.
         case ev.Ended(exit_code=ExitCode.REQUEUED):
             return ()
-        case ev.Ended(exit_code=ExitCode.OK | ExitCode.CANCELLED):
-            return ("on_end", "webhook")
         case ev.Ended():
-            return ("on_failure", "on_end", "webhook")
+            return ("on_end", "webhook")
     return ()
 
 

@@ -31,7 +31,7 @@ _LEARNING = (
     "learning_rate",
     "eval/reward",
 )
-"""Columns of a step's row that are shown if `observability.learning_numbers` is set."""
+"""Columns of a step's row that are shown to those who have the token."""
 
 _SAFE_POINT_AGE = "Since the last safe point of the rank that is furthest behind."
 
@@ -134,8 +134,8 @@ class LeadMetrics:
         yield from self._of_saves()
         refused = "Connections to the control port that were not let in, since this lead began."
         yield labelled(CounterMetricFamily, "verl_control_refused", refused, "reason", self.refused)
-        if self._config.observability.learning_numbers:
-            # Off by default: every user of the node can read the port.
+        # Every user of the node can reach the port.
+        if self._config.observability.token_file is not None:
             numbers = {name: status.metrics[name] for name in _LEARNING if name in status.metrics}
             yield labelled(GaugeMetricFamily, "verl_learning", "Of the newest step.", "number", numbers)
 

@@ -15,6 +15,8 @@ from verl_slurm.wire.messages import Finished, FromRank, Progress, RankStarted, 
 from verl_slurm_daemon.decide.hang import HangWatch
 from verl_slurm_daemon.decide.stragglers import StragglerWatch
 
+_HANG_FACTOR = 5.0
+"""A rank counts as hung after this many times the longest pause so far."""
 _LEAST_LOOK_S = 0.1
 _MOST_LOOK_S = 10.0
 """The longest stop, in seconds, that may go unnoticed."""
@@ -36,7 +38,7 @@ class PaceWatch:
         clock: Callable[[], float] = time.monotonic,
         stragglers: StragglerWatch | None = None,
     ) -> None:
-        self._hang = HangWatch(config.hang_factor, config.hang_floor_s, config.load_timeout_s)
+        self._hang = HangWatch(_HANG_FACTOR, config.hang_floor_s, config.load_timeout_s)
         self._node_of: dict[int, str] = {}
         self._stragglers = stragglers
         self._clock, self._stood_still_s = clock, 0.0

@@ -24,6 +24,7 @@ from verl_slurm_daemon.lead.attempt import Attempt
 _SETTLE_S = 600.0
 """Seconds after a start before the first scrub: the start itself has enough to do."""
 
+_LEAST_BYTES_PER_S = 50e6
 _FROZEN = "frozen/"
 
 
@@ -46,7 +47,8 @@ def scrub_next(
         return min(due.in_s, every_s), None
     # It sets damaged ones aside, which an attempt that lost the run must not do.
     require_epoch(paths, epoch)
-    bytes_per_s = config.scrub_mb_per_s * 1e6
+    # Twice as fast as they have to be, so that all get their turn.
+    bytes_per_s = max(_LEAST_BYTES_PER_S, 2 * sum(info.num_bytes for info in infos) / every_s)
     if due.name.startswith(_FROZEN):
         digest = due.name.removeprefix(_FROZEN)
         one = scrub_frozen(paths, digest, set_aside=True, bytes_per_s=bytes_per_s)

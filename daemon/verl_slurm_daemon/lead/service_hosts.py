@@ -9,7 +9,7 @@ import asyncio
 import sys
 from contextlib import suppress
 
-from verl_slurm.config.services_section import ServiceConfig
+from verl_slurm.config.schema import ServiceConfig
 from verl_slurm.journal import events as ev
 from verl_slurm.wire.messages import ServiceSaid, Shutdown
 from verl_slurm_daemon.allocation.launcher import daemon_argv

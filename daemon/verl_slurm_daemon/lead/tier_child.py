@@ -17,16 +17,18 @@ from verl_slurm.journal.events import Tiers
 from verl_slurm_daemon.descendants import child_setup
 from verl_slurm_daemon.lead.attempt import Attempt
 
+_EVERY_S = 900.0
+
 
 class TierMover:
-    """Makes a pass after every verified checkpoint and every `tiers_every_min`, one at a time.
+    """Makes a pass after every verified checkpoint and every quarter of an hour, one at a time.
 
     Does nothing without tiers.
     """
 
     def __init__(self, attempt: Attempt) -> None:
         self._paths, self._journal, config = attempt.paths, attempt.journal, attempt.config
-        self._every_s = config.tiers_every_min * 60.0 if config.tiers else None
+        self._every_s = _EVERY_S if config.tiers else None
         self._wanted = asyncio.Event()
         self._child: asyncio.subprocess.Process | None = None
 

@@ -179,7 +179,7 @@ def plan_interval(
     interval = (
         _from_table(config, step) if config.cadence == "adaptive" else _from_costs(config, costs or Costs())
     )
-    return _halved(interval, config, history) if config.halve_when_volatile else interval
+    return _halved(interval, config, history)
 
 
 def decide(

@@ -97,25 +97,22 @@ def adopt(
         if plan is None:
             rows = adoption.judged_rows(judged)
         else:
-            rows = _into_run(held, plan, judged, bar, take_all=take_all, link=link, dry_run=dry_run)
+            rows = _into_run(held, plan, judged, bar, take_all, link, dry_run)
         # After the run has its copies: a failure there leaves DIR as it was. Without a whole step nothing is written,
         # as any number would be wrong.
         repaired, problem = tracker.needs_repair and not keep_tracker and not dry_run, ""
-        if repaired and tracker.wanted is not None:
+        if repaired := repaired and tracker.wanted is not None:
             try:
-                write_tracker(directory, tracker.wanted)
+                write_tracker(directory, tracker.wanted or 0)
             except OSError as error:  # an archive, or another user's: a run can take it over all the same
-                problem = error.strerror or str(error)
-        repaired &= tracker.wanted is not None and not problem
+                repaired, problem = False, error.strerror or str(error)
     facts = {
         "directory": str(directory),
         "run_dir": None if plan is None else str(plan.run_dir),
         "dry_run": dry_run,
         "steps": [_facts(row) for row in rows],
-        "tracker": {
-            **render.picked(tracker, "state step"),
-            **{"newest_whole": tracker.wanted, "repaired": repaired, "found": tracker.line},
-        },
+        "tracker": render.picked(tracker, "state step")
+        | {"newest_whole": tracker.wanted, "repaired": repaired, "found": tracker.line},
         # Of whole steps alone: a broken one is not taken, so what could not be checked in it does not matter.
         "unchecked": sorted({name for one in judged if one.ok for name in one.unchecked}),
     }
@@ -133,27 +130,19 @@ def adopt(
 
 def _require_directory(directory: Path) -> Path:
     here = directory.resolve()
+    remedy: str | None = None
     if not here.is_dir():
-        raise NotFound("no such directory", where=directory, expected="verl's trainer.default_local_dir")
-    if step_of(here.name) is not None:
-        raise NotFound(
-            "one step of verl, not its directory",
-            where=directory,
-            remedy=f"verl-slurm adopt {shell_word(here.parent)}",
-        )
-    if (here / MANIFEST).exists():
-        raise NotFound(
-            "a checkpoint of a run already",
-            where=directory,
-            remedy=f"verl-slurm verify {shell_word(here.parent.parent)}",
-        )
-    if not any(step_of(path.name) is not None for path in here.iterdir()):
-        raise NotFound(
-            "no checkpoint of verl in there",
-            where=directory,
-            expected="global_step_N in it, as in verl's trainer.default_local_dir",
-        )
-    return here
+        what = "no such directory"
+    elif step_of(here.name) is not None:
+        what, remedy = "one step of verl, not its directory", f"verl-slurm adopt {shell_word(here.parent)}"
+    elif (here / MANIFEST).exists():
+        what, remedy = "a checkpoint of a run already", f"verl-slurm verify {shell_word(here.parent.parent)}"
+    elif not any(step_of(path.name) is not None for path in here.iterdir()):
+        what = "no checkpoint of verl in there"
+    else:
+        return here
+    expected = "global_step_N in it, as in verl's trainer.default_local_dir"
+    raise NotFound(what, where=directory, expected=expected, remedy=remedy)
 
 
 def _into_run(
@@ -161,7 +150,6 @@ def _into_run(
     plan: SubmissionPlan,
     judged: list[Judged],
     bar: render.Bar,
-    *,
     take_all: bool,
     link: bool,
     dry_run: bool,
@@ -221,17 +209,12 @@ def _say(facts: dict[str, Any], tracker: Tracker) -> None:
     if unchecked := facts["unchecked"]:
         shown = ", ".join(unchecked[:3]) + (f" and {len(unchecked) - 3} more" if len(unchecked) > 3 else "")
         render.line(f"without a checksum of their own, taken as they are: {shown}")
-    if not tracker.needs_repair:
-        render.line(tracker.line)
-    elif facts["tracker"]["repaired"]:
-        render.line(f"{tracker.line}: repaired")
+    if not tracker.needs_repair or facts["tracker"]["repaired"]:
+        render.line(f"{tracker.line}{': repaired' * tracker.needs_repair}")
     else:
         then = "would be repaired" if facts["dry_run"] else "left as it is"
         hopeless = "left as it is; verl cannot resume here"
         render.warning(f"{tracker.line}: {hopeless if tracker.wanted is None else then}")
-    if (
-        facts["run_dir"]
-        and any(one["state"] in ("adopted", "there") for one in steps)
-        and not facts["dry_run"]
-    ):
+    there = any(one["state"] in ("adopted", "there") for one in steps) and not facts["dry_run"]
+    if facts["run_dir"] and there:
         render.line(f"go on with: verl-slurm submit {shell_word(facts['run_dir'])}")

@@ -203,11 +203,8 @@ def fingerprint(place: Path, against: RunPaths | None, full: bool, as_json: bool
         # A guest's loop may know its data by itself.
         known = data_of(load_resolved(place / "run.yaml"))
         if known is None:
-            raise NotFound(
-                "the run was not told which data it has",
-                where=place / "run.yaml",
-                remedy="set data.root, or give the data's directory",
-            )
+            where, remedy = place / "run.yaml", "set data.root, or give the data's directory"
+            raise NotFound("the run was not told which data it has", where=where, remedy=remedy)
         root, cache = known, RunPaths(place.resolve()).hash_cache
     seen = prints.survey(root, cache=cache, full=full)
     now = seen.found
@@ -219,11 +216,8 @@ def fingerprint(place: Path, against: RunPaths | None, full: bool, as_json: bool
     old = None if against is None else prints.read(against)
     # After the survey, so that its notices are told even where there is nothing to compare with.
     if against is not None and old is None:
-        raise NotFound(
-            "the run has no fingerprint yet",
-            where=against.fingerprint,
-            remedy="it gets one when it is submitted",
-        )
+        remedy = "it gets one when it is submitted"
+        raise NotFound("the run has no fingerprint yet", where=against.fingerprint, remedy=remedy)
     changes = {} if old is None else asdict(prints.drift(old, now))
     # Without a fingerprint to compare with nothing has changed, and the exit code is 0.
     same = not any(changes.values())
@@ -254,25 +248,17 @@ def _checkpoints_of(place: Path) -> dict[Path, int]:
         infos = [i for i in list_checkpoints(RunPaths(place)) if i.kind in ("committed", "torn")]
         found = {info.path: info.num_bytes for info in infos if not info.name.startswith(".")}
         if not found:
-            raise NotFound(
-                "the run has no checkpoint yet", where=place, remedy=f"verl-slurm status {shell_word(place)}"
-            )
+            remedy = f"verl-slurm status {shell_word(place)}"
+            raise NotFound("the run has no checkpoint yet", where=place, remedy=remedy)
         return found
+    remedy = "`verl-slurm list DIR` shows the runs below DIR"
     if not place.is_dir():
-        raise NotFound(
-            "no such run or checkpoint", where=place, remedy="`verl-slurm list DIR` shows the runs below DIR"
-        )
+        raise NotFound("no such run or checkpoint", where=place, remedy=remedy)
     # A torn checkpoint has the name of one and no manifest: that is for `verify` to say.
-    if (
-        not CHECKPOINT_NAME.match(place.resolve().name.lstrip("."))
-        and not (place / "manifest.json").is_file()
-    ):
-        raise NotFound(
-            "neither a run nor a checkpoint",
-            where=place,
-            expected="run.yaml or manifest.json in it",
-            remedy="`verl-slurm list DIR` shows the runs below DIR",
-        )
+    has_name = CHECKPOINT_NAME.match(place.resolve().name.lstrip("."))
+    if not has_name and not (place / "manifest.json").is_file():
+        expected = "run.yaml or manifest.json in it"
+        raise NotFound("neither a run nor a checkpoint", where=place, expected=expected, remedy=remedy)
     return {place: 0}
 
 
@@ -285,12 +271,8 @@ def one_checkpoint(place: Path, run: RunPaths | None = None) -> Path:
     # With --run a word is a name and never a path: a directory of that name may lie beside the caller.
     if run is not None:
         if not CHECKPOINT_NAME.fullmatch(str(place)):
-            raise NotFound(
-                "not a checkpoint's name",
-                where=place,
-                expected="one like step_000012, with --run",
-                remedy=f"`verl-slurm list {shell_word(run.root)}` lists them",
-            )
+            expected, remedy = "one like step_000012", f"`verl-slurm list {shell_word(run.root)}` lists them"
+            raise NotFound("not a checkpoint's name", where=place, expected=expected, remedy=remedy)
         return next(iter(_checkpoints_of(run.checkpoints / place))).resolve()
 
     is_run = (place / "run.yaml").is_file()

@@ -97,11 +97,8 @@ def watch(places: tuple[Path, ...], verbose: bool, as_json: bool) -> int:
     for root in roots:
         # Before anything is followed: a mistyped name would otherwise count as a directory without runs.
         if not root.exists():
-            raise NotFound(
-                "no such run or directory",
-                where=root,
-                remedy="`verl-slurm list DIR` shows the runs below DIR",
-            )
+            remedy = "`verl-slurm list DIR` shows the runs below DIR"
+            raise NotFound("no such run or directory", where=root, remedy=remedy)
     single = len(roots) == 1 and not _holds_runs(roots[0])
     if not single:
         return _watch_fleet(roots, as_json=as_json)
@@ -164,9 +161,6 @@ def _watch_fleet(places: Sequence[Path], *, as_json: bool) -> int:
         bottom.close()
     # After following: runs may come into a directory while it is watched.
     if not fleet.runs:
-        raise NotFound(
-            "no run that was ever submitted",
-            where=", ".join(map(str, places)),
-            remedy="give run directories, or the directory that holds them",
-        )
+        where, remedy = ", ".join(map(str, places)), "give run directories, or the directory that holds them"
+        raise NotFound("no run that was ever submitted", where=where, remedy=remedy)
     return int(code)

@@ -29,7 +29,7 @@ def config(names: tuple[str, ...], schema: bool, as_json: bool) -> None:
     verl-slurm config --schema > schema.json    # docs/configuration.md says how an editor finds it
     """
     if schema:
-        from verl_slurm.config.json_schema import json_schema
+        from verl_slurm.config.explain import json_schema
 
         if names:
             raise click.UsageError("--schema is of all keys: name none.")

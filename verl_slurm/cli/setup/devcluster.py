@@ -117,11 +117,8 @@ def devcluster() -> None:
     \b
     verl-slurm devcluster start --gpus 2                   # jobs that ask for GPUs start; there need be none
     verl-slurm devcluster start --cpus 8 --mem-mb 16000    # jobs share nodes, as far as both suffice
-    verl-slurm devcluster start --accounting               # sacct, priorities, and a QOS that preempts another
-    sbatch --qos=urgent --nodes=4 --exclusive --wrap "sleep 10"
 
-    Needs the Debian/Ubuntu packages slurm-wlm and munge (installed, not running), and --accounting also
-    slurmdbd and mariadb-server-core. docs/devcluster.md has more.
+    Needs the Debian/Ubuntu packages slurm-wlm and munge (installed, not running). docs/devcluster.md has more.
     """
 
 
@@ -132,7 +129,7 @@ def _command(name: str) -> Callable[[Callable[..., Any]], click.Command]:
 @_command("start")
 @_options_of_a_cluster
 def _start(cluster: DevCluster, as_json: bool, **chosen: Any) -> None:
-    """Start the cluster and wait until all nodes are idle (a second or two; some 15 s with --accounting).
+    """Start the cluster and wait until all nodes are idle (a second or two).
 
     Does nothing if it runs already, whatever the options: stop it first to change them.
     """
@@ -147,7 +144,7 @@ def _start(cluster: DevCluster, as_json: bool, **chosen: Any) -> None:
         ) from error
     status = cluster.start(options)
     head = f"Slurm {status.slurm_version} with {counted(len(status.nodes), 'node')} is up"
-    facts = _gpus(status, asked=options.gpus) + _accounting(status)
+    facts = _gpus(status, asked=options.gpus)
     use = f"To use it in this shell:  {_exports(cluster.env())}"
     text = f"{head} after {status.seconds:.1f} s in {status.directory}\n{facts}{use}"
     render.answer(status, *text.splitlines(), as_json=as_json)
@@ -169,7 +166,7 @@ def _status(cluster: DevCluster, as_json: bool) -> None:
     status = cluster.status()
     lines = [f"{name}  {state}" for name, state in status.nodes.items()]
     head = f"Slurm {status.slurm_version} runs in" if status.running else "nothing runs in"
-    facts = _gpus(status) + _accounting(status)
+    facts = _gpus(status)
     text = "\n".join([f"{head} {status.directory}", *lines, facts])
     render.answer(status, *text.splitlines(), as_json=as_json)
 
@@ -222,10 +219,6 @@ def _gpus(status: ClusterStatus, *, asked: int | str = 0) -> str:
     each = ", ".join(f"{number} on {node}" for node, number in status.gpus.items())
     kind = "GPUs of this machine" if status.gpus_are_real else "GPUs that are counted and not there"
     return f"{kind}: {each}\n"
-
-
-def _accounting(status: ClusterStatus) -> str:
-    return "accounting: jobs of the QOS urgent preempt those of normal\n" if status.accounting else ""
 
 
 def _exports(env: dict[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""Checks a rollout engine against the other values (pure), the model's config.json and this Python environment.
+"""Checks a rollout engine against the model's config.json and this Python environment.
 
 vLLM's conditions are checked before a job is queued. Sources: `vllm.config.model.verify_with_parallel_config` (heads)
 and `vllm.v1.attention.backends.cpu_attn.get_supported_head_sizes` (0.30.0).
@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from typing import Any
 
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.base.one_line import counted
 from verl_slurm.base.packages import install_command
 from verl_slurm.config.checks import Complaint
 from verl_slurm.config.schema import RunConfig
@@ -21,29 +20,6 @@ _TP = "rollout.tensor_parallel_size"
 def max_model_len(config: RunConfig) -> int:
     """Returns the tokens of the longest sequence that sampling can make: prompt and response."""
     return config.data.max_prompt_tokens + config.rollout.max_new_tokens
-
-
-def rollout_complaints(config: RunConfig) -> Iterator[Complaint]:
-    """Yields what the configuration alone says against its engine."""
-    rollout, shape = config.rollout, config.distributed
-    size = rollout.tensor_parallel_size
-    if size == 1:
-        return
-    if rollout.engine != "vllm":
-        yield Complaint(
-            _TP,
-            f"{size}, with rollout.engine={rollout.engine}",
-            "1: every rank samples alone",
-            f"set {_TP}=1",
-        )
-    # The ranks of a group are neighbours by number; across nodes they would wait for the network at each layer.
-    elif shape.ranks_per_node % size:
-        yield Complaint(
-            _TP,
-            f"{size}, and {counted(shape.ranks_per_node, 'rank')} on a node",
-            "a divisor of the ranks of one node: they share each layer's work",
-            f"lower {_TP}, or raise distributed.dp_size",
-        )
 
 
 def model_complaints(config: RunConfig, model: Mapping[str, Any]) -> Iterator[Complaint]:

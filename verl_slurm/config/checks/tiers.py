@@ -6,11 +6,11 @@ and credentials in a URL (they would end up in run.yaml and in logs).
 
 import ipaddress
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
-from verl_slurm.config.checks import Complaint
-from verl_slurm.config.tiers_section import TierConfig
+from verl_slurm.config.checks import Complaints
+from verl_slurm.config.schema import TierConfig
 
 LOCAL_TIER = "checkpoints"
 """Tier 0: the run's own directory. No other tier may have this name."""
@@ -31,81 +31,50 @@ def is_s3(tier: TierConfig) -> bool:
     return tier.kind == "s3" or (tier.kind == "archive" and tier.bucket is not None)
 
 
-def tier_complaints(tiers: Sequence[TierConfig]) -> Iterator[Complaint]:
-    """Yields every complaint about `tiers`."""
-    seen = {LOCAL_TIER}
+def check_tiers(tiers: Sequence[TierConfig], found: Complaints) -> None:
+    """Refuses what is wrong with `tiers`."""
+    refuse_if, names = found.refuse_if, {LOCAL_TIER}
     for number, tier in enumerate(tiers):
-        key = f"tiers[{number}]"
-        if not _NAME.fullmatch(tier.name) or tier.name in seen:
-            yield Complaint(
-                f"{key}.name",
-                repr(tier.name),
-                f"a name of its own, [a-z0-9_-], not {LOCAL_TIER}",
-                "choose another name",
-            )
-        seen.add(tier.name)
-        if not _KIND.fullmatch(tier.kind):
-            yield Complaint(
-                f"{key}.kind", repr(tier.kind), "posix, s3, archive or plugin:NAME", "choose one of these"
-            )
-        if not _PREFIX.fullmatch(tier.prefix) or len(tier.prefix) > _MAX_PREFIX:
-            yield Complaint(
-                f"{key}.prefix",
-                repr(tier.prefix),
-                "names of [A-Za-z0-9_.=+@-] with / between, none beginning with a dot",
-                "e.g. prefix: verl-slurm",
-            )
-        yield from _place(key, tier)
-        yield from _manner(key, tier)
-
-
-def _place(key: str, tier: TierConfig) -> Iterator[Complaint]:
-    """Yields complaints about the tier's place: a directory or a bucket, never both."""
-    # A plugin has a place of its own kind.
-    if tier.kind.startswith("plugin:"):
-        return
-    wanted = ("path",) if tier.kind == "posix" else ("bucket",) if tier.kind == "s3" else ("path", "bucket")
-    given = tuple(name for name in ("path", "bucket") if getattr(tier, name) is not None)
-    if len(given) != 1 or given[0] not in wanted:
-        yield Complaint(
-            key, " and ".join(given) or "neither path nor bucket", " or ".join(wanted), "name one place"
+        key, storage_class = f"tiers[{number}]", tier.storage_class
+        wrong = not _NAME.fullmatch(tier.name) or tier.name in names
+        own = f"a name of its own, [a-z0-9_-], not {LOCAL_TIER}"
+        refuse_if(wrong, f"{key}.name", own, "choose another name")
+        names.add(tier.name)
+        one_of = "posix, s3, archive or plugin:NAME"
+        refuse_if(not _KIND.fullmatch(tier.kind), f"{key}.kind", one_of, "choose one of these")
+        wrong = not _PREFIX.fullmatch(tier.prefix) or len(tier.prefix) > _MAX_PREFIX
+        form = "names of [A-Za-z0-9_.=+@-] with / between, none beginning with a dot"
+        refuse_if(wrong, f"{key}.prefix", form, "e.g. prefix: verl-slurm")
+        # A plugin has a place of its own kind.
+        if not tier.kind.startswith("plugin:"):
+            _check_place(key, tier, found)
+        wrong = tier.kind == "archive" and tier.keep_days is not None
+        refuse_if(
+            wrong, f"{key}.keep_days", "null: an archive is permanent", "remove it, or use kind: s3 or posix"
         )
-    if tier.path is not None and not (tier.path.startswith("/") and tier.path.isprintable()):
-        yield Complaint(f"{key}.path", repr(tier.path), "an absolute path", "begin it with /")
-    if tier.bucket is not None and not _BUCKET.fullmatch(tier.bucket):
-        yield Complaint(f"{key}.bucket", repr(tier.bucket), "a bucket's name", "e.g. bucket: my-checkpoints")
-    if tier.endpoint is not None:
-        problem = endpoint_problem(tier.endpoint, insecure=tier.insecure)
-        if problem is not None:
-            # The URL is not shown: it may be refused for the password in it.
-            yield Complaint(f"{key}.endpoint", problem, "https://HOST[:PORT]", "mend the URL")
-
-
-def _manner(key: str, tier: TierConfig) -> Iterator[Complaint]:
-    """Yields complaints about how long the tier keeps checkpoints and how it checks them."""
-    if tier.kind == "archive" and tier.keep_days is not None:
-        yield Complaint(
-            f"{key}.keep_days",
-            str(tier.keep_days),
-            "null: an archive is for ever",
-            "remove it, or use kind: s3 or posix",
-        )
-    if tier.storage_class is not None:
-        if not is_s3(tier) or not _CLASS.fullmatch(tier.storage_class):
-            yield Complaint(
-                f"{key}.storage_class",
-                repr(tier.storage_class),
-                "a storage class of S3, for a bucket",
-                "remove it",
-            )
+        wrong = storage_class is not None and not (is_s3(tier) and _CLASS.fullmatch(storage_class))
+        refuse_if(wrong, f"{key}.storage_class", "a storage class of S3, for a bucket", "remove it")
         # A copy counts once it has been read back, which there takes hours.
-        if tier.storage_class in _FROZEN_CLASSES and tier.verify != "checksum":
-            yield Complaint(
-                f"{key}.verify",
-                tier.verify,
-                f"checksum: objects of class {tier.storage_class} cannot be read back at once",
-                f"set verify: checksum, or a class that can be read, for {tier.name}",
-            )
+        wrong = storage_class in _FROZEN_CLASSES and tier.verify != "checksum"
+        cannot = f"checksum: objects of class {storage_class} cannot be read back at once"
+        remedy = f"set verify: checksum, or a class that can be read, for {tier.name}"
+        refuse_if(wrong, f"{key}.verify", cannot, remedy)
+
+
+def _check_place(key: str, tier: TierConfig, found: Complaints) -> None:
+    """Refuses a tier without a place, or with two: it is a directory or a bucket."""
+    places = {"posix": ("path",), "s3": ("bucket",)}.get(tier.kind, ("path", "bucket"))
+    given = [name for name in ("path", "bucket") if getattr(tier, name) is not None]
+    there = " and ".join(given) or "neither path nor bucket"
+    wrong = len(given) != 1 or given[0] not in places
+    found.refuse_if(wrong, key, " or ".join(places), "name one place", there)
+    wrong = tier.path is not None and not (tier.path.startswith("/") and tier.path.isprintable())
+    found.refuse_if(wrong, f"{key}.path", "an absolute path", "begin it with /")
+    wrong = tier.bucket is not None and not _BUCKET.fullmatch(tier.bucket)
+    found.refuse_if(wrong, f"{key}.bucket", "a bucket's name", "e.g. bucket: my-checkpoints")
+    problem = None if tier.endpoint is None else endpoint_problem(tier.endpoint, insecure=tier.insecure)
+    # The URL is not shown: it may be refused for the password in it.
+    found.refuse_if(problem, f"{key}.endpoint", "https://HOST[:PORT]", "fix the URL", problem or "")
 
 
 def endpoint_problem(endpoint: str, *, insecure: bool) -> str | None:

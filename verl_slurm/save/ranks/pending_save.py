@@ -29,6 +29,8 @@ from verl_slurm.runtime_state.format import RuntimeState
 from verl_slurm.save.writer.file_sealing import SealedFile
 from verl_slurm.save.writer.protocol import Sealing, Write, Written
 
+_SECOND_COPIES = 2
+"""Second copies that stay on each node."""
 _SLACK = 1.5
 """A save under a preemption competes with every other job's; the last one's time is taken this many times."""
 
@@ -127,7 +129,7 @@ class LocalPlace:
         if directory is None:
             return None
         require_safe_way(directory, "checkpoint.local_dir")  # the node's directory is not the login node's
-        return cls(directory=directory, is_first=local_rank == 0, keep=config.local_keep)
+        return cls(directory=directory, is_first=local_rank == 0, keep=_SECOND_COPIES)
 
 
 class SavePlan(msgspec.Struct, frozen=True):

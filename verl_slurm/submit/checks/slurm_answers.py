@@ -34,8 +34,7 @@ from verl_slurm.checks.cluster_rules import SaveTime, expected_save, measured_sa
 from verl_slurm.checks.probe_command import run_to_end
 from verl_slurm.checks.storage_probe import PlaceReport, probe_place
 from verl_slurm.config.checks.options import OWN_OPTIONS
-from verl_slurm.config.schema import BUILTIN, RunConfig
-from verl_slurm.config.services_section import nodes_of_components
+from verl_slurm.config.schema import BUILTIN, RunConfig, nodes_of_components
 from verl_slurm.journal.files import read_history
 from verl_slurm.journal.steps import last_steps
 from verl_slurm.loops.reach import STEPS_LOOKED_AT, reach

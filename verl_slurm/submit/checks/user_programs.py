@@ -26,11 +26,8 @@ from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.search_path import clean_environment
 from verl_slurm.checks import Finding, good, skipped
 from verl_slurm.checks.probe_command import run_to_end
-from verl_slurm.config.hooks_section import HOOKS
 from verl_slurm.config.reward_spec import bindings, names_of
-from verl_slurm.config.schema import RunConfig
-from verl_slurm.config.services_section import ServiceConfig
-from verl_slurm.config.slurm_section import SlurmConfig
+from verl_slurm.config.schema import HOOKS, RunConfig, ServiceConfig, SlurmConfig
 from verl_slurm.program.installed import look
 from verl_slurm.slurm.rank_setup import python_of, setup_script
 

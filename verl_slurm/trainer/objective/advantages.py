@@ -210,19 +210,18 @@ class AdaptiveKL:
 
     Attributes:
         coef: the present coefficient, beta. 0 stays 0: the penalty is off.
-        target: KL of whole responses to steer to, in nats per sample.
+        target: KL of whole responses to steer to, in nats per sample. None: the coefficient never changes, and
+            the window is kept.
         size: steps in the window.
         window: KL of the last steps, oldest first, at most `size`.
-        fixed: the coefficient never changes; the window is still kept.
 
     Runs at the end of each step.
     """
 
     coef: float
-    target: float
+    target: float | None
     size: int
     window: tuple[float, ...] = ()
-    fixed: bool = False
 
     def update(self, kl: float) -> "AdaptiveKL":
         """Returns the state after a step whose samples had a mean KL of `kl` nats.
@@ -234,7 +233,7 @@ class AdaptiveKL:
             raise ValueError(f"KL is not finite: {kl}")
         window = (*self.window, kl)[-self.size :]
         # The window is kept even so: it is a part of the state, and shown.
-        if self.fixed:
+        if self.target is None:
             return replace(self, window=window)
         error = sum(window) / len(window) / self.target - 1.0
         error = min(max(error, -_MAX_ERROR), _MAX_ERROR)

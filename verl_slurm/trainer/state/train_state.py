@@ -79,9 +79,7 @@ def fresh_state(config: RunConfig) -> TrainState:
     """Returns the state of a run that has done nothing."""
     train = config.train
     # From the configuration; `restore_state` puts coefficient and window of the checkpoint in.
-    kl = AdaptiveKL(
-        coef=train.kl_coef, target=train.kl_target, size=train.kl_window, fixed=train.kl_controller == "fixed"
-    )
+    kl = AdaptiveKL(coef=train.kl_coef, target=train.kl_target, size=train.kl_window)
     return TrainState(Position(), kl, reward=RewardState(spec=config.model.reward))
 
 
