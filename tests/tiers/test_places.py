@@ -28,7 +28,7 @@ from tests.tiers.radosgw import BUCKET, Radosgw, running
 from verl_slurm.base.errors import CheckpointCorrupt, TierError
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.specification import CHUNK_BYTES, FileEntry
-from verl_slurm.checkpoint.store.copies import CopyPlace, checked, content_problem
+from verl_slurm.checkpoint.store.copies import CopyPlace, DirectoryPlace, checked, content_problem
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config.schema import TierConfig
 from verl_slurm.tiers.fetch import fetch
@@ -158,6 +158,15 @@ def test_what_was_removed_may_be_removed_again(place: CopyPlace, key: str) -> No
     place.delete(key)
     assert place.stat(key) is None
     assert list(place.list(key.rpartition("/")[0])) == []
+
+
+def test_a_directory_outlives_the_last_file_in_it(tmp_path: Path) -> None:
+    place = DirectoryPlace(tmp_path / "outer" / "root", "here")
+    (tmp_path / "outer" / "root").mkdir(parents=True)
+    for key in ("file", "folder/file", "prefix/run/step/actor/file"):
+        place.put(key, entry(b"x"), Bytes(b"x"))
+        place.delete(key)
+    assert sorted(path.name for path in (tmp_path / "outer" / "root").rglob("*")) == ["folder", "prefix"]
 
 
 @pytest.mark.scenario("N05")

@@ -23,8 +23,7 @@ from verl_slurm.base.errors import DataError
 from verl_slurm.base.files import require_own
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.dataset.fingerprint.entries import FileDigest
-from verl_slurm.dataset.fingerprint.stored_tree import recorded_tree
+from verl_slurm.dataset.fingerprint.entries import FileDigest, recorded_tree
 
 FORMAT = 1
 # They become names of directories.

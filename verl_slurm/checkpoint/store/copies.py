@@ -166,8 +166,8 @@ class DirectoryPlace:
                 return
             # Durable before the next removal: a crash must not bring a commit record back whose objects are gone.
             fsync_path(path.parent)
-            # Remove directories that are empty now; the place's own prefix may stay.
-            for folder in list(path.parents)[: key.count("/") - 1]:
+            # Remove directories that are empty now; the place itself and the first name below it stay.
+            for folder in list(path.parents)[: max(0, key.count("/") - 1)]:
                 try:
                     folder.rmdir()
                 except OSError:
@@ -246,7 +246,8 @@ def _continue(fd: int, source: Source, size: int) -> int:
     here = os.fstat(fd).st_size
     # Its bytes are believed for now: all of them are read back in the end.
     began = offset = here if here <= size else 0
-    os.ftruncate(fd, offset)
+    if here > offset:
+        os.ftruncate(fd, offset)
     for block in source(offset):
         view = memoryview(block)
         while view:

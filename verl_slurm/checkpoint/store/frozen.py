@@ -25,7 +25,8 @@ from verl_slurm.base.tree import list_tree, names_in, open_below, open_directory
 from verl_slurm.checkpoint.format.info import Problem, Verdict
 from verl_slurm.checkpoint.store.quarantine import move_to_quarantine
 from verl_slurm.dataset.fingerprint.data_record import Fingerprint
-from verl_slurm.dataset.fingerprint.stored_tree import record_tree, recorded_tree, store_tree
+from verl_slurm.dataset.fingerprint.entries import recorded_tree
+from verl_slurm.dataset.fingerprint.stored_tree import record_tree, store_tree
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _BLOCK = 4 << 20

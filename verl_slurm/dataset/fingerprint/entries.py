@@ -1,4 +1,5 @@
-"""Defines the fingerprint of a tree of data or code: its entries, its digest, and the differences between two. Pure.
+"""Defines the fingerprint of a tree of data or code: its entries, its digest, and the differences between two. Pure,
+but for `recorded_tree`.
 
 Each entry is one line `kind NUL path NUL size NUL sha256 LF`, sorted by the path's UTF-8 bytes; the digest
 is the SHA-256 of all lines after the line `verl-slurm tree 1 LF`. Content, name and kind count; owner and times do not.
@@ -12,13 +13,15 @@ is the SHA-256 of all lines after the line `verl-slurm tree 1 LF`. Content, name
 """
 
 import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 
-from verl_slurm.base.bounded import Limit, decode_json
+from verl_slurm.base.bounded import FINGERPRINT, Limit, decode_json, read_regular
 
 Kind = Literal["file", "program", "link", "directory"]
 FORMAT = 1
@@ -109,6 +112,18 @@ def parse(data: bytes, limit: Limit) -> Fingerprint:
     if found.digest != sealed(found.files).digest:
         raise ValueError("its digest is not that of its entries")
     return found
+
+
+def recorded_tree(folder: Path, digest: str) -> Fingerprint | None:
+    """Returns the record; None if it is missing, does not have the digest, or names a path that leads out."""
+    try:
+        data = read_regular(folder / f"{digest}.json", FINGERPRINT)
+        tree = parse(data, FINGERPRINT)
+    except (OSError, ValueError, RecursionError):
+        return None
+    # Names come from a file: one that leads out of the copy is none of ours, whatever its digest.
+    plain = all(os.path.normpath(n) == n and n[0] != "/" and n.split("/")[0] != ".." for n in tree.files)
+    return tree if plain and tree.digest == digest else None
 
 
 def render(found: Fingerprint) -> bytes:

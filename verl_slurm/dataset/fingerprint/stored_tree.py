@@ -21,7 +21,7 @@ from verl_slurm.base import bounded
 from verl_slurm.base.digest import num_threads
 from verl_slurm.base.errors import Fenced
 from verl_slurm.base.files import fsync_path, private_dir, rename, write_file, write_new
-from verl_slurm.dataset.fingerprint.entries import FileDigest, Fingerprint, parse, render
+from verl_slurm.dataset.fingerprint.entries import FileDigest, Fingerprint, recorded_tree, render
 
 _BLOCK = 4 << 20
 
@@ -115,15 +115,3 @@ def record_tree(folder: Path, tree: Fingerprint) -> None:
     # what it is judged by.
     if recorded_tree(folder, tree.digest) is None:
         write_file(folder / f"{tree.digest}.json", render(tree))
-
-
-def recorded_tree(folder: Path, digest: str) -> Fingerprint | None:
-    """Returns the record; None if it is missing, does not have the digest, or names a path that leads out."""
-    try:
-        data = bounded.read_regular(folder / f"{digest}.json", bounded.FINGERPRINT)
-        tree = parse(data, bounded.FINGERPRINT)
-    except (OSError, ValueError, RecursionError):
-        return None
-    # Names come from a file: one that leads out of the copy is none of ours, whatever its digest.
-    plain = all(os.path.normpath(n) == n and n[0] != "/" and n.split("/")[0] != ".." for n in tree.files)
-    return tree if plain and tree.digest == digest else None

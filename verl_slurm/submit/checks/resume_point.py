@@ -28,7 +28,7 @@ from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.config.reward_spec import parse_reward, source_file
 from verl_slurm.config.schema import BUILTIN, RunConfig
 from verl_slurm.dataset.fingerprint.data_record import fingerprint
-from verl_slurm.dataset.fingerprint.stored_tree import recorded_tree
+from verl_slurm.dataset.fingerprint.entries import recorded_tree
 from verl_slurm.journal.files import read_history
 from verl_slurm.wire.reward_plan import read_reward_plan
 
