@@ -9,8 +9,11 @@ from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.slurm.batch import sbatch_parameters
 from verl_slurm.slurm.facts import PartitionFacts
+from verl_slurm.submit.check_list import CHECKS, Draft
 from verl_slurm.submit.checks import slurm_answers as module
 from verl_slurm.submit.checks.slurm_answers import SlurmSays, nodes_to_avoid
+from verl_slurm.submit.relative_paths import Places
+from verl_slurm.submit.submission_plan import SubmissionPlan
 
 SAYS = SlurmSays(
     {"ClusterName": "c"},
@@ -81,3 +84,13 @@ def test_a_damaged_record_is_told_and_stops_no_submission() -> None:
     avoids, (told,) = nodes_to_avoid(config(1), SAYS)
     assert avoids == ()
     assert told.line.startswith("a record of a bad node is passed over: ")
+
+
+def test_the_cluster_that_answers_is_noted_for_submits_on_other_clusters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ask_slurm", lambda _: SAYS)
+    plan = SubmissionPlan(config=config(1), cluster="slurm", new_run=True)
+    draft = Draft(plan=plan, written=plan.config, places=Places(tmp_path))
+    next(check for check in CHECKS if check.name == "Slurm").look(draft)
+    assert plan.slurm == "c"

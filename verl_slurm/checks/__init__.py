@@ -5,6 +5,7 @@ that are for them: a wrong thing is refused by the first, listed by the second, 
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Generic, Literal, NamedTuple, TypeVar, get_args
 
 import msgspec
@@ -80,7 +81,12 @@ ANYTHING = "anything"
 """In `Check.goes_by`: the check is left out where anything was refused before it."""
 
 
-class Check(NamedTuple, Generic[S]):
+def _always(_: object) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Check(Generic[S]):
     """One check of a list.
 
     Attributes:
@@ -96,7 +102,7 @@ class Check(NamedTuple, Generic[S]):
     when: Collection[When]
     look: Callable[[S], Iterable[Finding]]
     goes_by: tuple[str, ...] = ()
-    concerns: Callable[[S], bool] = lambda _: True
+    concerns: Callable[[S], bool] = _always
 
 
 class CheckResults(NamedTuple):

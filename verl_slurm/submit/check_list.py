@@ -379,6 +379,7 @@ def check_gpus(config: RunConfig, cluster: Cluster, *, signs: Sequence[Path] = _
 
 def _slurm(draft: Draft) -> list[Finding]:
     draft.slurm = slurm_answers.ask_slurm(draft.config)
+    draft.plan.slurm = draft.slurm.conf.get("ClusterName", "")
     notes = [
         *slurm_answers.shell_notes(draft.config, draft.slurm.conf, os.environ),
         *slurm_answers.place_notes(draft.config, draft.slurm.conf),
