@@ -15,7 +15,13 @@ STEPS = 40
 
 def overrides(pause_s: float) -> tuple[str, ...]:
     command = f'trainer.command=[{PROGRAM}, --steps, "{STEPS}", --pause, "{pause_s}"]'
-    return command, "daemon.requeue_delay_s=2", "daemon.backoff_s=0.2", "slurm.time_limit_min=20"
+    return (
+        command,
+        "code.tree=null",
+        "daemon.requeue_delay_s=2",
+        "daemon.backoff_s=0.2",
+        "slurm.time_limit_min=20",
+    )
 
 
 def by_hand(run_dir: Path) -> Path:

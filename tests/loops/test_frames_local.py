@@ -27,6 +27,7 @@ def _prepared(root: Path, example: str, pause: str) -> RunPaths:
     program = str(ROOT / f"configs/{example}.py")
     overrides = [
         f'trainer.command=["{program}", "--steps", "{STEPS}", "--pause", "{pause}"]',
+        "code.tree=null",
         "checkpoint.every_steps=10",
         "daemon.requeue_delay_s=1",
         f"run_dir={root}",
