@@ -427,8 +427,7 @@ def check_ranks(config: RunConfig, paths: RunPaths, committed: Sequence[Checkpoi
         if unseen := user_programs.why_unseen(config):
             return f"not looked at: whether {path.name} of {ranks} ranks can be divided among {now}: {unseen}"
         with division_of(source, now, partial(ranks_python, config, contained_argv)) as division:
-            plan = division.plan
-        require_room(source, plan, paths.resharded.checkpoints)
+            require_room(source, plan := division.plan, paths.resharded.checkpoints)
     except ConfigError as error:
         # Megatron's has a merger of its own, which the error names.
         megatron = is_distributed([entry.path for entry in manifest.files])
