@@ -1,13 +1,8 @@
 """Sets up where a rank runs, before anything is loaded: its number, its device, its threads, and the other ranks.
 
-`check_product` and `check_sum` compute what is known beforehand: a GPU whose arithmetic is wrong raises no error; it
-spoils a run. All values are small integers, so float32 is exact in any order of summation, and with TF32: no tolerance
-is needed. It takes 0.02 s on a CPU and no random number.
-
-`write_on_request` writes down, when a run hangs, which collectives this rank has begun and ended: torch's Flight
-Recorder, as JSON. The agent asks by a byte in a pipe of its control directory. A thread answers, since the main thread
-waits in a collective, and torch has released the interpreter there. Where the interpreter is held, NCCL's own thread
-still answers the same request (TORCH_NCCL_DEBUG_INFO_PIPE_FILE), with a pickle, which nothing here ever reads.
+`check_product` and `check_sum` compute what is known beforehand, of small integers: exact in float32 in any order, and
+with TF32. `write_on_request` writes torch's Flight Recorder down as JSON when the agent asks, by a byte in a pipe. A
+thread answers, since the main thread waits in a collective. NCCL's own answer is a pickle, which nothing here reads.
 
 A wrong configuration is refused permanently. A node that lost a GPU which the run had before is a crash instead: a
 later start, or another node, may fix it. `device: auto` does not permit falling back to the CPU, a thousand times

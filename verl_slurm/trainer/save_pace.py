@@ -1,8 +1,7 @@
 """Decides when this run saves and what it reports about its storage: measures, agrees, and calls the pure decisions.
 
-`checkpoint/decide/cadence.py` decides; this module supplies its inputs. Clock measurements are rank 0's alone: it plans
-the interval and all ranks take its number, because a save that not all ranks begin never ends. Nothing here draws a
-random number or touches the state.
+`checkpoint/decide/cadence.py` decides; this module supplies its inputs. Rank 0 measures and plans the interval, and all
+ranks take its number, because a save that not all ranks begin never ends.
 
 `CostMeter` measures the cost of a step, and of a save to the training, from the times of whole steps alone. A save
 works in the background. Its cost is neither its duration nor just the time that training stood still: it also competes

@@ -2,9 +2,8 @@
 
     python -P -m verl_slurm.verl.ray_nodes NODES GPUS SECONDS
 
-ends when Ray has all nodes and GPUs of the job. It is a separate process: it connects to Ray with its own settings, and
-the launcher, which stays for the whole job, needs none of Ray's threads. It waits for a placement group that needs one
-place on every node, so Ray notifies it without polling.
+ends when Ray has all nodes and GPUs of the job: so the launcher needs none of Ray's threads. It waits for a placement
+group with one place on every node, without polling.
 
 The head is on the first node. The lead has given its address to all nodes with their launch. The others go there once
 the first node has found that the port is this user's (`loops.verl.ray_node`). Every other port is free at that

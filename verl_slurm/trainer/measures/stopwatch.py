@@ -1,8 +1,6 @@
 """Measures seconds of named parts of a step: by the clock on a CPU, by stream events on a GPU, where calls return
 early.
 
-The results are for display: no number of the training depends on them, and they are neither saved nor compared.
-
 `watch_collectives` measures each FSDP2 collective. On a CPU it blocks the rank for its whole duration, including the
 wait for slower ranks. On a GPU the time is from begin to end on its own stream, and the part that overlaps computation
 costs nothing.

@@ -9,9 +9,8 @@ For a replica of one rank (dp alone) this adds nothing. In a larger one
 * one rank (the last pipeline stage's first) sends the output of a forward pass, and the reward, to all. No other rank
   asks the reward.
 
-So all of them hold the same buffers however their kernels round. A sample's noise has its own key (`counter_rng`), so
-the split of the prompts changes nothing but the batch that a matrix kernel sees. Samples equal those of a data-parallel
-run to its rounding, and have the same bits in the same shape.
+So all of them hold the same buffers however their kernels round. Samples equal those of a data-parallel run to its
+rounding, and have the same bits in the same shape.
 """
 
 import logging
@@ -128,10 +127,7 @@ def _decoded(data: bytes) -> Batch:
 
 
 class Replica:
-    """The ranks of one data-parallel index. Every method is collective among them.
-
-    Runs on every rank.
-    """
+    """The ranks of one data-parallel index. Every method is collective among them."""
 
     def __init__(self, grid: Grid) -> None:
         self._ranks, self._speaker = grid.replica, grid.speaker

@@ -11,16 +11,9 @@ verify     every byte of the result
 The source is read and never changed. The result keeps its name, its step and all files beside verl's own directory
 (tracker, positions in the data, configuration) byte for byte. metadata.json says what it was made of.
 
-A start (`prepare_ranks`) divides the checkpoint that it resumes from for the number of ranks that it has:
-
-```
-RUN/checkpoints/step_000120/             of 2 ranks: as it was saved, and what counts
-RUN/resharded/checkpoints/step_000120/   the same state for 3 ranks, made at the start; verl reads this one
-```
-
-The copy is a checkpoint like any, and no search for a state to resume from looks there. A later start with as many
-ranks uses it again if it still verifies. It is removed at the first start that does not resume from it: by then the run
-has saved a newer checkpoint with its new number of ranks.
+A start (`prepare_ranks`) makes such a copy of the checkpoint that it resumes from, in RUN/resharded/checkpoints, where
+no search for a state to resume from looks. A later start with as many ranks uses it again if it still verifies, and the
+first one that does not resume from it removes it.
 """
 
 import shutil
@@ -301,11 +294,7 @@ def prepare_start(
     manifest: Manifest | None,
     on_bytes: OnBytes,
 ) -> Made | None:
-    """Does the work of `prepare_ranks` for all ranks of a run, by their own Python, on a node of the job.
-
-    Args:
-        contained: `containers.runtimes.contained_argv`.
-    """
+    """Does the work of `prepare_ranks` by the ranks' own Python, on a node of the job."""
     python = partial(ranks_python, config, contained, on_node=True)
     return prepare_ranks(paths, epoch, manifest, config.distributed.world_size, python, on_bytes)
 
