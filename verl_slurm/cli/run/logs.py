@@ -271,10 +271,8 @@ def _steps(kept: dict[int, StepSamples]) -> str:
 def _none_kept(run: RunPaths) -> NotFound:
     config = load_resolved(run.run_yaml)
     if config.trainer.is_guest:
-        found, remedy = (
-            f"trainer.backend: {config.trainer.backend}",
-            "see what that program writes below the run's directory",
-        )
+        found = f"trainer.backend: {config.trainer.backend}"
+        remedy = "see what that program writes below the run's directory"
     elif not config.rollout.keep_samples:
         found = "rollout.keep_samples: 0"
         remedy = f"verl-slurm submit {shell_word(run.root)} rollout.keep_samples=16 keeps them from the next start on"

@@ -171,16 +171,12 @@ def _check_cadence(config: RunConfig, found: Complaints) -> None:
     key, ends = "checkpoint.intervals", [row.until_step for row in rows]
     limits = [end for end in ends if end is not None]
     if None in ends[:-1]:
-        there, remedy = (
-            f"row {ends.index(None) + 1} of {len(rows)} without until_step",
-            "only the last row has none",
-        )
+        there = f"row {ends.index(None) + 1} of {len(rows)} without until_step"
+        remedy = "only the last row has none"
         refuse_if(True, key, "until_step in every row but the last", remedy, there)
     elif limits and ends[-1] is not None:
-        there, remedy = (
-            f"nothing for the steps after {ends[-1]}",
-            f"add {{every: {rows[-1].every}}} at the end",
-        )
+        there = f"nothing for the steps after {ends[-1]}"
+        remedy = f"add {{every: {rows[-1].every}}} at the end"
         refuse_if(True, key, "a last row without until_step", remedy, there)
     rising = all(before < after for before, after in pairwise(limits))
     there, expected = f"until_step {limits}", "until_step rising from row to row"
@@ -270,21 +266,15 @@ def _divisor(whole: int, near: int) -> int:
 def _check_sampling(config: RunConfig, found: Complaints) -> None:
     key, size = "rollout.tensor_parallel_size", config.rollout.tensor_parallel_size
     if size > 1 and config.rollout.engine != "vllm":
-        there, expected = (
-            f"{size}, with rollout.engine={config.rollout.engine}",
-            "1: every rank samples alone",
-        )
+        there = f"{size}, with rollout.engine={config.rollout.engine}"
+        expected = "1: every rank samples alone"
         found.refuse_if(True, key, expected, f"set {key}=1", there)
         return
     # The ranks of a group are neighbours by number; across nodes they would wait for the network at each layer.
-    each, expected = (
-        config.distributed.ranks_per_node,
-        "a divisor of the ranks of one node: they share each layer's work",
-    )
-    there, remedy = (
-        f"{size}, and {counted(each, 'rank')} on a node",
-        f"lower {key}, or raise distributed.dp_size",
-    )
+    each = config.distributed.ranks_per_node
+    expected = "a divisor of the ranks of one node: they share each layer's work"
+    there = f"{size}, and {counted(each, 'rank')} on a node"
+    remedy = f"lower {key}, or raise distributed.dp_size"
     found.refuse_if(each % size, key, expected, remedy, there)
 
 
@@ -317,10 +307,8 @@ def _check_evaluation(config: RunConfig, found: Complaints) -> None:
         return
     # Accepted, such a name would keep no checkpoint ever, without a word.
     if metric in of_evaluations and not every:
-        there, remedy = (
-            f"{metric}, of evaluations that are never made",
-            "set it, or another checkpoint.best_metric",
-        )
+        there = f"{metric}, of evaluations that are never made"
+        remedy = "set it, or another checkpoint.best_metric"
         found.refuse_if(True, key, "train.eval_every_steps above 0", remedy, there)
         return
     known = (*of_evaluations, *of_steps) if every else of_steps
@@ -351,11 +339,9 @@ def _check_slurm(config: RunConfig, found: Complaints) -> None:
     apart = [name for name, service in config.services.items() if service.nodes]
     if config.may_lose_nodes and apart:
         key = "slurm.spare_nodes" if slurm.spare_nodes else "distributed.min_nodes"
-        there, remedy = (
-            f"set, and nodes of the services {', '.join(apart)}",
-            f"remove {key}, or set services.",
-        )
-        found.refuse_if(True, key, "services beside the ranks", f"{remedy}{apart[0]}.nodes=0", there)
+        there = f"set, and nodes of the services {', '.join(apart)}"
+        remedy = f"remove {key}, or set services.{apart[0]}.nodes=0"
+        found.refuse_if(True, key, "services beside the ranks", remedy, there)
 
 
 def _check_rank_environment(config: RunConfig, found: Complaints) -> None:
@@ -366,10 +352,8 @@ def _check_rank_environment(config: RunConfig, found: Complaints) -> None:
     for number, command in enumerate(slurm.setup):
         wrong = not command.strip() or "\0" in command
         found.refuse_if(wrong, f"slurm.setup[{number}]", "a command for bash", "remove it")
-    both, there = (
-        slurm.python is not None and slurm.container is not None,
-        f"{slurm.python}, with slurm.container",
-    )
+    both = slurm.python is not None and slurm.container is not None
+    there = f"{slurm.python}, with slurm.container"
     remedy = "remove it, and name the image's Python by slurm.container.python"
     found.refuse_if(both, "slurm.python", expected, remedy, there)
     _check_variables("", config.env, config.env_from_files, found)
@@ -432,10 +416,8 @@ def _check_container(config: RunConfig, found: Complaints) -> None:
     _check_image(container, found)
     remedy = "runtimes read those as separators: choose another path"
     for place in container.binds:
-        wrong, expected = (
-            not _is_absolute(place) or set(place) & set(",:"),
-            "an absolute path without `,` and `:`",
-        )
+        wrong = not _is_absolute(place) or bool(set(place) & set(",:"))
+        expected = "an absolute path without `,` and `:`"
         refuse_if(wrong, "slurm.container.binds", expected, remedy, repr(place))
     # The run's directory is mounted, too.
     expected = "a path without `,` and `:` where there is a container"
@@ -446,16 +428,12 @@ def _check_container(config: RunConfig, found: Complaints) -> None:
         expected, remedy = "an option with its value in one word", "e.g. --fakeroot or --shm-size=8g"
         wrong = not word.startswith("-") or word == "--" or not word.isprintable()
         refuse_if(wrong, key, expected, remedy)
-        wrong, expected = (
-            name in _OPTIONS_OF_RUNTIMES[container.runtime].split(),
-            "an option that the daemon does",
-        )
-        refuse_if(wrong, key, f"{expected} not set itself", "remove it, or use the key for it", word)
-        wrong, expected = (
-            name in ("--env", "-e", "--container-env"),
-            "no variable: a command line is visible to all",
-        )
-        refuse_if(wrong, key, f"{expected} users", "use env, or env_from_files", name)
+        wrong = name in _OPTIONS_OF_RUNTIMES[container.runtime].split()
+        expected = "an option that the daemon does not set itself"
+        refuse_if(wrong, key, expected, "remove it, or use the key for it", word)
+        wrong = name in ("--env", "-e", "--container-env")
+        expected = "no variable: a command line is visible to all users"
+        refuse_if(wrong, key, expected, "use env, or env_from_files", name)
 
 
 def _check_image(container: ContainerConfig, found: Complaints) -> None:
@@ -467,22 +445,16 @@ def _check_image(container: ContainerConfig, found: Complaints) -> None:
     remedy = "`podman load -i FILE`, then NAME@sha256:... as `podman images --digests` shows it"
     found.refuse_if(container.runtime == "podman" and container.is_file, key, expected, remedy, image)
     # A registry may give another image of this name tomorrow, and the run would go on with it.
-    expected, remedy = (
-        "a file, or a name with its digest: NAME@sha256:...",
-        "`skopeo inspect --format {{.Digest}}",
-    )
+    expected = "a file, or a name with its digest: NAME@sha256:..."
+    remedy = "`skopeo inspect --format {{.Digest}} docker://NAME` tells it"
     wrong = not container.is_file and not by_digest
-    found.refuse_if(wrong, key, expected, f"{remedy} docker://NAME` tells it", image)
+    found.refuse_if(wrong, key, expected, remedy, image)
     key, wrong = "slurm.container.digest", digest is not None and not _DIGEST.fullmatch(digest)
     if found.refuse_if(wrong, key, "sha256: and 64 hexadecimal digits", "leave it out"):
         return
-    expected, remedy = (
-        "none: the digest of an image that is no file is a part of its name",
-        "write it behind the name:",
-    )
-    found.refuse_if(
-        digest and not container.is_file, key, expected, f"{remedy} NAME@sha256:...", digest or ""
-    )
+    expected = "none: the digest of an image that is no file is a part of its name"
+    remedy = "write it behind the name: NAME@sha256:..."
+    found.refuse_if(digest and not container.is_file, key, expected, remedy, digest or "")
 
 
 _FIRST_FREE_PORT = 1024
@@ -590,10 +562,8 @@ def _check_room(config: RunConfig, found: Complaints) -> None:
             continue  # asked for in other words of sbatch's
         on_gpus = what == "gpus" and config.distributed.device != "cpu"
         of_ranks = config.distributed.ranks_per_node if on_gpus else int(what == "cpus")
-        taken, limit = (
-            sum(getattr(service, what) for service in beside.values()),
-            f"slurm.{what}_per_node={most}",
-        )
+        taken = sum(getattr(service, what) for service in beside.values())
+        limit = f"slurm.{what}_per_node={most}"
         found.refuse_if(
             taken and taken + of_ranks > most,
             f"services: {what} of {', '.join(beside)}",
@@ -628,10 +598,8 @@ def _check_guest(config: RunConfig, found: Complaints) -> None:
     refuse_if(wrong and config.verl, "verl", reads, remedy, f"a section, and {with_verl}")
     wrong, reads = wrong and trainer.entry != "ppo", "only trainer.backend: verl reads it"
     refuse_if(wrong, "trainer.entry", reads, "remove it", trainer.entry)
-    wrong, remedy = (
-        backend in ("command", "ray") and not command,
-        'e.g. trainer.command: [train.py, --lr, "1e-4"]',
-    )
+    wrong = backend in ("command", "ray") and not command
+    remedy = 'e.g. trainer.command: [train.py, --lr, "1e-4"]'
     refuse_if(wrong, "trainer.command", "what is to run", remedy)
     unread = (backend, trainer.entry) in (("native", "ppo"), ("verl", "sft"))
     reads = "trainer.backend: command, ray, or verl with entry ppo, which read it"
