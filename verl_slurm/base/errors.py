@@ -100,7 +100,8 @@ def together(errors: Sequence[E], not_looked_at: Sequence[str] = ()) -> E:
     """
     by_line: dict[str, VerlSlurmError] = {}
     for error in errors:
-        for one in (error, *error.others):
+        found: list[VerlSlurmError] = [error, *error.others]
+        for one in found:
             by_line.setdefault(one._line(), one)
     unseen = [name for error in errors for name in error.not_looked_at]
     first = errors[0]

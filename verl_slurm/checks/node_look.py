@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from verl_slurm.base.one_line import counted, printable
-from verl_slurm.checks import Check, Finding, bad, good, run_checks, skipped
+from verl_slurm.checks import Check, Finding, When, bad, good, run_checks, skipped
 from verl_slurm.checks.probe_command import ProcessOutput, run_to_end
 
 KERNEL_LOG = Path("/dev/kmsg")
@@ -187,14 +187,16 @@ def _look_at_processes(node: NodeProbes) -> list[Finding]:
         time.sleep(0.5)  # nothing tells when the driver has freed the memory
 
 
+_NODE: tuple[When, ...] = ("node",)
+_DRILL: tuple[When, ...] = ("node", "doctor")
 CHECKS: tuple[Check[NodeProbes], ...] = (
-    Check("room", ("node",), _look_at_room, concerns=lambda node: node.order.min_free_mb > 0),
-    Check("mounts", ("node",), _look_at_mounts, concerns=lambda node: bool(node.order.places)),
-    Check("GPUs", ("node", "doctor"), _look_at_gpus, concerns=lambda node: node.order.gpus),
-    Check("kernel log", ("node", "doctor"), _look_at_log, concerns=lambda node: node.order.gpus),
+    Check("room", _NODE, _look_at_room, concerns=lambda node: node.order.min_free_mb > 0),
+    Check("mounts", _NODE, _look_at_mounts, concerns=lambda node: bool(node.order.places)),
+    Check("GPUs", _DRILL, _look_at_gpus, concerns=lambda node: node.order.gpus),
+    Check("kernel log", _DRILL, _look_at_log, concerns=lambda node: node.order.gpus),
     Check(
         "GPU processes",
-        ("node", "doctor"),
+        _DRILL,
         _look_at_processes,
         concerns=lambda node: node.order.gpus and node.order.foreign_processes,
     ),

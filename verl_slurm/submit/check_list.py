@@ -23,7 +23,7 @@ from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.lost import former_checkpoint, require_run_id
 from verl_slurm.checkpoint.store.run_config import trained_with
 from verl_slurm.checkpoint.store.verify import read_manifest
-from verl_slurm.checks import ANYTHING, Check, Finding, good, skipped, warn
+from verl_slurm.checks import ANYTHING, Check, Finding, When, good, skipped, warn
 from verl_slurm.checks.bad_nodes import folder, recall
 from verl_slurm.checks.cluster_rules import SaveTime, judge_cluster, judge_deadlines
 from verl_slurm.checks.storage_probe import PlaceReport, judge_place, probe_place
@@ -576,12 +576,15 @@ def _resumes(draft: Draft) -> bool:
 
 
 _Look = Callable[[Draft], list[Finding]]
+_SUBMIT: tuple[When, ...] = ("submit",)
+_DOCTOR: tuple[When, ...] = ("doctor",)
+_BOTH: tuple[When, ...] = ("submit", "doctor")
 
 
 def _submit(
     name: str, look: _Look, goes_by: Sequence[str], concerns: Callable[[Draft], bool] = lambda _: True
 ) -> Check[Draft]:
-    return Check(name, ("submit",), look, tuple(goes_by), concerns)
+    return Check(name, _SUBMIT, look, tuple(goes_by), concerns)
 
 
 def _of(check: Callable[[RunConfig], list[Finding]]) -> _Look:
@@ -594,7 +597,7 @@ _OF_VERL = ("verl", "trainer", "model", "data", "distributed", "slurm", "run dir
 _OF_MODEL = ("model", "data", "trainer", "distributed", "rollout", "run directory")
 CHECKS: tuple[Check[Draft], ...] = (
     _submit("run directory", _directory, ("name", "run_dir")),
-    Check("storage", ("doctor",), _storage),
+    Check("storage", _DOCTOR, _storage),
     _submit("packages", _packages, ("trainer", "slurm"), _runs_here),
     _submit(
         "the ranks' environment", _set_up, ("env", "env_from_files", "slurm", "trainer", "packages"), _sets_up
@@ -613,19 +616,19 @@ CHECKS: tuple[Check[Draft], ...] = (
     _submit("container image", _container, ("slurm", "model", "data", "checkpoint"), _has("slurm.container")),
     Check(
         "directories above the run",
-        ("submit", "doctor"),
+        _BOTH,
         _of(run_directory.check_surroundings),
         ("checkpoint", "run_dir", "run directory"),
     ),
-    Check("key", ("submit", "doctor"), _keys, ("checkpoint",), _has("checkpoint.encryption")),
+    Check("key", _BOTH, _keys, ("checkpoint",), _has("checkpoint.encryption")),
     _submit("GPUs", _gpus, ("distributed",), lambda draft: draft.config.distributed.device == "cuda"),
     _submit("metrics port", _of(check_metrics_port), ("observability",), _has("observability.metrics_port")),
-    Check("Slurm", ("submit", "doctor"), _slurm, _SLURM, _asks_slurm),
-    Check("partition", ("submit", "doctor"), _partition, (*_SLURM, "Slurm"), _asks_slurm),
-    Check("Slurm's settings", ("doctor",), _cluster, ("Slurm",)),
-    Check("bad nodes", ("doctor",), _bad_nodes, ("Slurm",)),
+    Check("Slurm", _BOTH, _slurm, _SLURM, _asks_slurm),
+    Check("partition", _BOTH, _partition, (*_SLURM, "Slurm"), _asks_slurm),
+    Check("Slurm's settings", _DOCTOR, _cluster, ("Slurm",)),
+    Check("bad nodes", _DOCTOR, _bad_nodes, ("Slurm",)),
     # Before it the partition: one that can never run the job would never run the drill's.
-    Check("fire drill", ("doctor",), _drill, ("Slurm", "partition"), lambda draft: draft.drill is not None),
+    Check("fire drill", _DOCTOR, _drill, ("Slurm", "partition"), lambda draft: draft.drill is not None),
     _submit(
         "earlier runs of this name",
         _beside,
