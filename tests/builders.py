@@ -115,6 +115,8 @@ def make_manifest(step: int = 1, *, world_size: int = 1, **values: Any) -> Manif
     fields |= {"epoch": 1, "parent": None, "schema_id": current_schema().schema_id, "files": ()}
     fields |= {"dataset_fingerprint": "0" * 64, "topology": Topology(dp=world_size)}
     fields |= {"created_utc": "2026-01-01T00:00:00Z", "save_seconds": 0.5}
+    if "guest" not in values:
+        fields["algorithm"] = "grpo" if values.get("trained") == ("actor",) else "ppo"
     return Manifest(step=step, world_size=world_size, **(fields | values))
 
 
