@@ -72,9 +72,9 @@ def test_every_subject_is_compared_key_by_key(save: Save) -> None:
         assert row in found
 
 
-def test_times_epochs_and_parents_are_not_compared(save: Save) -> None:
+def test_times_attempts_and_parents_are_not_compared(save: Save) -> None:
     one = save(1)
-    two = save(2, epoch=7, parent="step_000001", created_utc="2027-01-01T00:00:00Z", save_seconds=9.0)
+    two = save(2, attempt=7, parent="step_000001", created_utc="2027-01-01T00:00:00Z", save_seconds=9.0)
     assert [row.key for row in difference(one, two)] == ["step"]
     assert difference(one, one) == []
 
@@ -147,7 +147,7 @@ def test_tensors_are_the_same_however_they_were_cut_and_one_bit_is_found(
         parts = data.draw(st.tuples(*[st.integers(1, 4)] * 3))
         paths = RunPaths(tmp_path_factory.mktemp("run"))
         staging = stage(paths, 1, files=rest | domain(content, parts, data.draw(st.integers(1, 3))))
-        sides.append(commit(staging, manifest_of(staging), epoch_check=owns_it))
+        sides.append(commit(staging, manifest_of(staging), attempt_check=owns_it))
     with pytest.MonkeyPatch.context() as patch:
         # So that tensors are read in slabs.
         patch.setattr(compare_module, "_GROUP_BYTES", data.draw(st.sampled_from([16, 100, 1 << 20])))

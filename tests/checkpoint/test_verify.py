@@ -169,10 +169,10 @@ def test_a_manifest_that_is_none_or_has_another_digest_is_refused(save: Save, te
     final = save(1)
     if text == _EPOCH_CHANGED:
         raw = json.loads((final / "manifest.json").read_text())
-        text = json.dumps(raw | {"epoch": 99}).encode()
+        text = json.dumps(raw | {"attempt": 99}).encode()
     (final / "manifest.json").write_bytes(text)
     found = problems(verify(final))["manifest.json"]
-    assert ("manifest digest is" in found) is (b"epoch" in text)
+    assert ("manifest digest is" in found) is (b"attempt" in text)
 
 
 def test_a_manifest_that_leaves_out_a_required_part_is_refused(save: Save) -> None:

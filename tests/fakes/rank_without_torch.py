@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.checkpoint.sealed import save_sealed
-from verl_slurm.base.fence import require_epoch
+from verl_slurm.base.fence import require_attempt
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import load_resolved
 from verl_slurm.config.schema import RunConfig
@@ -32,20 +32,20 @@ PAUSE_S = 0.1
 class Rank:
     """One rank of `paths`, after `step` whole steps."""
 
-    def __init__(self, paths: RunPaths, epoch: int, step: int) -> None:
+    def __init__(self, paths: RunPaths, attempt: int, step: int) -> None:
         self._paths, self._step, self._safe_points = paths, step, 0
         self._config: RunConfig = load_resolved(paths.run_yaml)
         rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
         line = RankClient.connect(Path(os.environ[CONTROL_VARIABLE]))
         line.send(RankStarted(rank=rank, pid=os.getpid()))
-        self._session = Session(line, rank=rank, world_size=world_size, paths=paths, epoch=epoch)
+        self._session = Session(line, rank=rank, world_size=world_size, paths=paths, attempt=attempt)
 
     def run(self) -> None:
         if self._session.rank:
             self._follow()
             return
         # A run that said it had rollouts, and has no ledger, does not begin again by itself.
-        with Ledger(self._paths, self._session.epoch, 0) as ledger:
+        with Ledger(self._paths, self._session.attempt, 0) as ledger:
             ledger.append(self._step, 0, {"response": np.zeros(1, np.int32)})
         while self._step < (last := self._config.train.steps):
             began = time.monotonic()
@@ -85,10 +85,14 @@ class Rank:
         self._session.line.send(said)
 
     def _save(self, request_id: int) -> None:
-        epoch = self._session.epoch
+        attempt = self._session.attempt
         self._session.save_started(request_id, self._step)
         path = save_sealed(
-            self._paths, self._step, None, epoch=epoch, fence=lambda: require_epoch(self._paths, epoch)
+            self._paths,
+            self._step,
+            None,
+            attempt=attempt,
+            fence=lambda: require_attempt(self._paths, attempt),
         )
         self._session.saved(request_id, path.name, seconds=0.1, num_bytes=1)
 
@@ -111,10 +115,10 @@ class Rank:
 
 def main(words: list[str]) -> None:
     parser = ArgumentParser()
-    for name, kind in (("--run", Path), ("--epoch", int), ("--resume", str)):
+    for name, kind in (("--run", Path), ("--attempt", int), ("--resume", str)):
         parser.add_argument(name, type=kind, required=True)
     given = parser.parse_args(words)
-    Rank(RunPaths(given.run), given.epoch, int(given.resume[5:11]) if given.resume else 0).run()
+    Rank(RunPaths(given.run), given.attempt, int(given.resume[5:11]) if given.resume else 0).run()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from tests.cli.conftest import (
 )
 from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, VerlSlurmError, WireError
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.base.fence import read_epoch
+from verl_slurm.base.fence import read_owner
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.manifest import parse as parse_manifest
@@ -109,18 +109,18 @@ def test_no_option_takes_python_s_idea_of_a_number() -> None:
             )
 
 
-EPOCH = {"epoch": 1, "cluster": "local", "job_id": "1", "restart": 0, "host": "h", "pid": 1, "taken": ""}
+ATTEMPT = {"attempt": 1, "cluster": "local", "job_id": "1", "restart": 0, "host": "h", "pid": 1, "taken": ""}
 
 
 @pytest.mark.scenario("M10")
 def test_a_number_in_a_file_of_ours_is_one_or_the_file_is_refused(tmp_path: Path) -> None:
     paths = RunPaths(private_dir(tmp_path / "run"))
     private_dir(paths.control)
-    address = {"epoch": 1, "generation": 1, "host": "h", "port": "HERE", "token": "0" * 64}
+    address = {"attempt": 1, "restart": 1, "host": "h", "port": "HERE", "token": "0" * 64}
     for value in ("NaN", "Infinity", "1e5000", "true", '"1"', "1.5", "null", str(2**64), "١", "1_000", "01"):
-        write_file(paths.epoch, json.dumps(EPOCH | {"epoch": "HERE"}).replace('"HERE"', value).encode())
+        write_file(paths.attempt, json.dumps(ATTEMPT | {"attempt": "HERE"}).replace('"HERE"', value).encode())
         with pytest.raises(CheckpointCorrupt):
-            read_epoch(paths)
+            read_owner(paths)
         write_file(paths.lead_address, json.dumps(address).replace('"HERE"', value).encode())
         with pytest.raises(WireError):
             read_lead_address(paths)

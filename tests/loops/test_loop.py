@@ -20,7 +20,7 @@ from tests.builders import write_config
 from tests.fakes.agent import Agent
 from tests.processes import free_port
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.fence import take_attempt
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.keys import Keyring, new_key_file, read_key_file
 from verl_slurm.base.paths import RunPaths
@@ -89,14 +89,14 @@ class Alone:
     def __init__(self, root: Path) -> None:
         self.paths = RunPaths(private_dir(root))
         write_config(self.paths, backend="command", command=("train.py",), every_steps=2, keep_last=2)
-        self.epoch = take_epoch(self.paths, job_id="1", restart=0).epoch
+        self.attempt = take_attempt(self.paths, job_id="1", restart=0).attempt
         self.model = nn.Linear(2, 2)
         self.seen: list[int] = []
 
     @contextmanager
     def served(self, monkeypatch: pytest.MonkeyPatch, resume: str = "") -> Iterator[Agent]:
         monkeypatch.setattr("verl_slurm.loops.session.die_with_launcher", lambda: None)
-        with Agent(self.paths, epoch=self.epoch, resume=resume) as agent:
+        with Agent(self.paths, attempt=self.attempt, resume=resume) as agent:
             for name, value in agent.environ.items():
                 monkeypatch.setenv(name, value)
             yield agent

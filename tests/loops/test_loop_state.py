@@ -14,7 +14,7 @@ from tests.builders import new_run
 from tests.save.nodes import Ranks
 from tests.save.parts import ALONE
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.fence import take_attempt
 from verl_slurm.base.files import private_dir
 from verl_slurm.checkpoint.store.loop_checkpoint import LoopSave, clear_work, commit_tree
 from verl_slurm.checkpoint.store.reader import CheckpointReader
@@ -95,14 +95,14 @@ def test_every_value_comes_back_as_it_was_given() -> None:
 
 def test_what_is_saved_beside_a_frameworks_own_files_comes_back_from_their_checkpoint(tmp_path: Path) -> None:
     paths = new_run(tmp_path / "run")
-    epoch = take_epoch(paths, job_id="1", restart=0).epoch
-    written = private_dir(clear_work(paths, epoch) / "guest")
+    attempt = take_attempt(paths, job_id="1", restart=0).attempt
+    written = private_dir(clear_work(paths, attempt) / "guest")
     (written / "trainer_state.json").write_text("{}")
     private_dir(written / "trl")
     held = Holds({"steps": [1, 2], "kept": torch.arange(3.0)})
     entries = write_state(Objects({"trainer": held}), written, 4, ALONE, domain="trl")
     below = [msgspec.structs.replace(entry, path=f"guest/{entry.path}") for entry in entries]
-    save = LoopSave(guest="loop", step=4, epoch=epoch, world_size=1)
+    save = LoopSave(guest="loop", step=4, attempt=attempt, world_size=1)
     done = paths.checkpoints / commit_tree(paths, save, {"guest": written}, sealed=below).name
     assert verify(done).ok
     found = Holds({})

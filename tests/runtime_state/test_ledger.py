@@ -33,9 +33,9 @@ def equal(a: Arrays, b: Arrays) -> bool:
     )
 
 
-def fill(paths: RunPaths, batch: Batch, epoch: int, rank: int, *keys: tuple[int, int]) -> list[int]:
+def fill(paths: RunPaths, batch: Batch, attempt: int, rank: int, *keys: tuple[int, int]) -> list[int]:
     """Append one record a key; returns their sizes in bytes."""
-    with Ledger(paths, epoch, rank) as ledger:
+    with Ledger(paths, attempt, rank) as ledger:
         return [ledger.append(step, j, batch(step * 10 + j)) for step, j in keys]
 
 
@@ -134,7 +134,7 @@ _DEEDS = st.one_of(
 def test_what_is_read_is_what_was_written_and_not_torn_damaged_or_taken_back(
     tmp_path_factory: pytest.TempPathFactory, sealed: bool, deeds: list[Any], from_step: int
 ) -> None:
-    """Over epochs, ranks, restarts, kills, lost tails, flipped bits and compactions; the newest epoch counts."""
+    """Over attempts, ranks, restarts, kills, lost tails, flipped bits and compactions; the newest attempt counts."""
     life = Life(
         RunPaths(tmp_path_factory.mktemp("run")), Keyring(MasterKey(bytes(range(32)))) if sealed else None
     )
@@ -187,7 +187,7 @@ def test_a_head_that_was_torn_is_written_anew(paths: RunPaths, batch: Batch) -> 
 def test_a_damaged_head_is_reported_and_its_records_are_kept(paths: RunPaths, batch: Batch) -> None:
     fill(paths, batch, 1, 0, (0, 0))
     fill(paths, batch, 7, 0, (0, 1))
-    paths.ledger_segment(7, 0).rename(paths.ledger_segment(2, 0))  # its head says epoch 7
+    paths.ledger_segment(7, 0).rename(paths.ledger_segment(2, 0))  # its head says attempt 7
     lines: list[str] = []
     assert load(paths, from_step=0, report=lines.append).keys() == {(0, 0), (0, 1)}
     assert len(lines) == 1
@@ -276,8 +276,8 @@ def test_what_a_reader_does_not_want_is_not_decoded(
 def test_links_and_foreign_names_are_no_segments(paths: RunPaths, batch: Batch) -> None:
     fill(paths, batch, 1, 0, (0, 0))
     paths.ledger_segment(2, 0).symlink_to(paths.ledger_segment(1, 0))
-    (paths.ledger / "epoch_000003.rank_0000.ledger.tmp").write_bytes(b"x")
-    (paths.ledger / "epoch_4294967296.rank_0000.ledger").write_bytes(b"x")
+    (paths.ledger / "attempt_000003.rank_0000.ledger.tmp").write_bytes(b"x")
+    (paths.ledger / "attempt_4294967296.rank_0000.ledger").write_bytes(b"x")
     assert ledger_stats(paths).records == 1
     with pytest.raises(OSError, match="symbolic"):
         Ledger(paths, 2, 0)
@@ -419,7 +419,7 @@ def test_killed_at_any_operation_every_acknowledged_record_is_there(paths: RunPa
 
 
 def _append_and_die(paths: RunPaths, batch: Batch, nth: int, acknowledge: int) -> None:
-    """Append three records to the segment of epoch 1; die at the nth operation, half of a write done."""
+    """Append three records to the segment of attempt 1; die at the nth operation, half of a write done."""
     count = [0]
     real_write = os.pwrite
 
@@ -445,7 +445,7 @@ def _append_and_die(paths: RunPaths, batch: Batch, nth: int, acknowledge: int) -
             os.write(acknowledge, bytes([j]))
 
 
-def test_pruning_removes_whole_segments_of_older_epochs_without_damage_only(
+def test_pruning_removes_whole_segments_of_older_attempts_without_damage_only(
     paths: RunPaths, batch: Batch
 ) -> None:
     fill(paths, batch, 1, 0, (0, 0), (1, 0))
@@ -453,8 +453,8 @@ def test_pruning_removes_whole_segments_of_older_epochs_without_damage_only(
     fill(paths, batch, 2, 0, (1, 2))
     fill(paths, batch, 3, 0, (1, 3))
     with Ledger(paths, 2, 0):
-        assert prune(paths, 2, current_epoch=3) == [paths.ledger_segment(1, 0)]
-    assert prune(paths, 2, current_epoch=3) == [paths.ledger_segment(2, 0)]
+        assert prune(paths, 2, current_attempt=3) == [paths.ledger_segment(1, 0)]
+    assert prune(paths, 2, current_attempt=3) == [paths.ledger_segment(2, 0)]
     assert load(paths, from_step=0).keys() == {(1, 1), (2, 1), (1, 3)}
     assert prune(paths, 9) == [paths.ledger_segment(1, 1), paths.ledger_segment(3, 0)]
     assert prune(RunPaths(paths.root / "none"), 1) == []
@@ -506,7 +506,7 @@ def test_what_is_taken_back_is_loaded_no_more_until_it_is_recorded_anew(
 ) -> None:
     fill(paths, batch, 1, 0, (1, 0), (1, 2))
     fill(paths, batch, 1, 1, (1, 1))
-    with Ledger(paths, 2, 0) as ledger:  # of another epoch and rank: nobody writes into another's segment
+    with Ledger(paths, 2, 0) as ledger:  # of another attempt and rank: nobody writes into another's segment
         for micro_batch in (0, 1):
             ledger.append(1, micro_batch, {})
         ledger.append(1, 0, batch(7))

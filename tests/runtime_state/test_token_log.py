@@ -34,8 +34,8 @@ def read(paths: RunPaths) -> Prefixes:
     return Prefixes(paths, report=report)
 
 
-def logged(paths: RunPaths, *, epoch: int = 1, rank: int = 0) -> TokenLog:
-    return TokenLog(paths, epoch, rank, every_s=0.001)
+def logged(paths: RunPaths, *, attempt: int = 1, rank: int = 0) -> TokenLog:
+    return TokenLog(paths, attempt, rank, every_s=0.001)
 
 
 def test_a_request_id_says_whose_tokens_they_are() -> None:
@@ -73,18 +73,18 @@ def test_a_prefix_is_what_each_attempt_went_on_with_up_to_the_first_gap(
     with pytest.MonkeyPatch.context() as patch:
         for name in ("fsync", "fdatasync"):
             patch.setattr(os, name, lambda fd: None)
-        for epoch, (start, calls) in enumerate(runs, start=1):
-            logs = [logged(paths, epoch=epoch, rank=rank) for rank in range(3)]
+        for attempt, (start, calls) in enumerate(runs, start=1):
+            logs = [logged(paths, attempt=attempt, rank=rank) for rank in range(3)]
             moves = start >= len(expected)
             for number, (length, engine) in enumerate(calls):
                 rank = engine if moves else calls[0][1]
-                ids = [1000 * epoch + at for at in range(start, start + length)]
-                last = ended and epoch == len(runs) and number == len(calls) - 1
-                logs[rank].add(CALL, start, ids, [-float(i) for i in ids], version=epoch, ended=last)
+                ids = [1000 * attempt + at for at in range(start, start + length)]
+                last = ended and attempt == len(runs) and number == len(calls) - 1
+                logs[rank].add(CALL, start, ids, [-float(i) for i in ids], version=attempt, ended=last)
                 logs[rank].add(other, start, [9] * length, [-0.25] * length)
                 if start <= len(expected):
                     expected[start:] = ids
-                    versions[start:] = [epoch] * length
+                    versions[start:] = [attempt] * length
                 start += length
             for log in logs:
                 log.close()
@@ -280,7 +280,7 @@ def _lengths(root: Path, *, killed: bool, continued: bool) -> np.ndarray:
                 log.add(calls[number], int(length[number]) - _BLOCK, range(_BLOCK), None)
             if killed and tick == kill:
                 log.close()
-                prefixes, log = read(paths), logged(paths, epoch=2)
+                prefixes, log = read(paths), logged(paths, attempt=2)
                 for number in going:
                     prefix = prefixes.find(calls[number]) if continued else None
                     length[number] = 0 if prefix is None else len(prefix.ids)

@@ -111,23 +111,23 @@ def save(paths: RunPaths) -> Callable[..., Path]:
     def make(step: int, days_ago: float = 0, files: dict[str, bytes] = FILES, **changes: Any) -> Path:
         staging = stage(paths, step, 0, files)
         saved = {"created_utc": _utc(NOW - timedelta(days=days_ago))}
-        return commit(staging, manifest_of(staging, **(saved | changes)), epoch_check=owns_it)
+        return commit(staging, manifest_of(staging, **(saved | changes)), attempt_check=owns_it)
 
     return make
 
 
-def small_checkpoint(paths: RunPaths, step: int, saved: datetime = NOW, epoch: int = 1) -> Path:
+def small_checkpoint(paths: RunPaths, step: int, saved: datetime = NOW, attempt: int = 1) -> Path:
     """Makes a directory with a manifest of two files: less than a trainer would accept."""
     files = {
         "config.yaml": b"name: run\n",
-        "actor/rank_0000.bin": content(150 << 10, seed=step + 1000 * epoch),
+        "actor/rank_0000.bin": content(150 << 10, seed=step + 1000 * attempt),
     }
     final = private_dir(paths.checkpoints / f"step_{step:06d}")
     for name, data in files.items():
         private_dir((final / name).parent)
         (final / name).write_bytes(data)
     entries = tuple(entry_of(name, data) for name, data in files.items())
-    write_manifest(final, step, files=entries, created_utc=_utc(saved), epoch=epoch)
+    write_manifest(final, step, files=entries, created_utc=_utc(saved), attempt=attempt)
     return final
 
 

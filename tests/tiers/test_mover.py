@@ -57,7 +57,7 @@ def whole(tier: OpenTier) -> dict[str, int]:
     """The checkpoints that are whole there, every byte read: name → attempt."""
     copies = copies_of(tier)
     found = (name for name, objects in copies.objects().items() if MANIFEST in objects)
-    return {name: copies.manifest(name)[1].epoch for name in found if not copies.problems(name)}
+    return {name: copies.manifest(name)[1].attempt for name in found if not copies.problems(name)}
 
 
 def states(paths: RunPaths, tiers: list[OpenTier]) -> dict[tuple[str, str], bool | None]:
@@ -231,9 +231,11 @@ class Histories(RuleBasedStateMachine):
         MemoryPlace.die_at = 0
         after = self._whole()
         ranks = {
-            (epoch, checkpoint_order(name)) for found in before.values() for name, epoch in found.items()
+            (attempt, checkpoint_order(name)) for found in before.values() for name, attempt in found.items()
         }
-        kept = {(epoch, checkpoint_order(name)) for found in after.values() for name, epoch in found.items()}
+        kept = {
+            (attempt, checkpoint_order(name)) for found in after.values() for name, attempt in found.items()
+        }
         if ranks:
             assert max(ranks) in kept, "the newest whole one is gone"
         assert after["checkpoints"] == before["checkpoints"], "a pass changed the run's own directory"
@@ -407,7 +409,7 @@ def test_what_was_saved_again_replaces_the_old_one_if_it_verifies(
     tiers = opened(paths, nvme)
     for attempt, state in ((1, b"first"), (2, b"better"), (3, b"worse!")):
         shutil.rmtree(paths.checkpoints, ignore_errors=True)
-        final = save(10, files=FILES | {"actor/__0_0.distcp": state}, epoch=attempt)
+        final = save(10, files=FILES | {"actor/__0_0.distcp": state}, attempt=attempt)
         if attempt == 3:
             (final / "actor" / "__0_0.distcp").write_bytes(b"rotten")
         done = run_pass(paths, tiers).done

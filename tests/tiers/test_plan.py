@@ -13,14 +13,14 @@ def name(step: int) -> str:
 
 
 def copy(
-    step: int, days: float = 0, *, verified: bool | None = True, epoch: int = 1, **changes: object
+    step: int, days: float = 0, *, verified: bool | None = True, attempt: int = 1, **changes: object
 ) -> TierCopy:
     fields: dict[str, object] = {
         "name": name(step),
         "committed": True,
         "verified": verified,
-        "digest": f"{step}.{epoch}",
-        "epoch": epoch,
+        "digest": f"{step}.{attempt}",
+        "attempt": attempt,
         "saved": NOW - timedelta(days=days),
     }
     return TierCopy(**(fields | changes))  # type: ignore[arg-type]
@@ -100,7 +100,7 @@ def test_what_is_damaged_in_a_tier_is_mended_from_another_and_never_copied_on() 
 
 
 def test_what_a_later_attempt_saved_is_newer_than_what_the_run_turned_its_back_on() -> None:
-    live, abandoned = copy(501, 8, epoch=2), copy(1000, 9, epoch=1)
+    live, abandoned = copy(501, 8, attempt=2), copy(1000, 9, attempt=1)
     states = (local(live), tier("nvme", live, abandoned, keep=7), tier("store", live, abandoned))
     assert last_good(states) == name(501)
     found = kinds(*states)
@@ -111,8 +111,8 @@ def test_what_a_later_attempt_saved_is_newer_than_what_the_run_turned_its_back_o
 
 _DAYS = st.sampled_from([0, 3, 10, 50, 200])
 _copies = st.builds(
-    lambda step, days, verified, epoch, shape: (
-        copy(step, days, verified=verified, epoch=epoch)
+    lambda step, days, verified, attempt, shape: (
+        copy(step, days, verified=verified, attempt=attempt)
         if shape == "whole"
         else TierCopy(name=name(step), committed=False, litter=shape == "litter", detail="x")
     ),
@@ -148,7 +148,7 @@ def _carried_out(
             assert source is not None, "copied from where it is not"
             if source.verified is not False:
                 held[action.tier][action.name] = copy(
-                    int(action.name[5:]), epoch=source.epoch, saved=source.saved, digest=source.digest
+                    int(action.name[5:]), attempt=source.attempt, saved=source.saved, digest=source.digest
                 )
     for action in [a for a in actions if a.kind == "drop"][:drops]:
         if all(held[where][which].good for where, which in action.witnesses):
@@ -172,10 +172,10 @@ def test_each_action_keeps_the_six_rules(states: list[TierState], copies: bool, 
     planned = {(a.tier, a.name): a for a in actions}
     best, by_name = last_good(states), {s.name: s for s in states}
     found = {(s.name, c.name): c for s in states for c in s.copies}
-    epochs = {c.name: max(o.epoch for o in found.values() if o.name == c.name) for c in found.values()}
+    attempts = {c.name: max(o.attempt for o in found.values() if o.name == c.name) for c in found.values()}
 
     def rank(which: str) -> tuple[int, str]:
-        return epochs[which], which
+        return attempts[which], which
 
     for a in actions:
         state, here, source = by_name[a.tier], found.get((a.tier, a.name)), found.get((a.source, a.name))
@@ -217,7 +217,7 @@ def test_each_action_keeps_the_six_rules(states: list[TierState], copies: bool, 
     for state in states[1:]:
         for (where, which), c in found.items():
             others = [o for (t, n), o in found.items() if n == which and t != state.name and o.usable]
-            newest = bool(others) and c.epoch == max(o.epoch for o in others)
+            newest = bool(others) and c.attempt == max(o.attempt for o in others)
             young = state.keep_days is None or NOW - (c.saved or NOW) <= timedelta(days=state.keep_days)
             if where != state.name and c.good and newest and state.reachable and (young or which == best):
                 there = found.get((state.name, which))
@@ -234,9 +234,9 @@ def test_each_action_keeps_the_six_rules(states: list[TierState], copies: bool, 
 def test_an_older_attempt_is_not_copied_where_the_newest_is_too_old_to_stay() -> None:
     """Found by the property below: copied, replaced by the newest, dropped as too old, copied again for ever."""
     states = (
-        local(copy(1, epoch=1), copy(2, epoch=1)),
-        tier("t0", copy(1, 3, epoch=2), copy(2, epoch=2)),
-        tier("t1", copy(2, epoch=2), keep=1),
+        local(copy(1, attempt=1), copy(2, attempt=1)),
+        tier("t0", copy(1, 3, attempt=2), copy(2, attempt=2)),
+        tier("t1", copy(2, attempt=2), keep=1),
     )
     assert kinds(*states)["t1", 1] == "skip"
 

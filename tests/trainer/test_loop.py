@@ -25,7 +25,7 @@ from tests.made_once import made_once
 from tests.processes import torchrun
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.fence import take_attempt
 from verl_slurm.base.keys import load_keys, new_key_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.inspect.compare import compare
@@ -89,11 +89,11 @@ class Runs:
 
     def start(self, paths: RunPaths, *, script: dict[str, Any] | None = None) -> "CompletedProcess[str]":
         """One attempt: take its number, choose what to resume from, run all ranks to their end."""
-        epoch = take_epoch(paths, job_id="test", restart=0).epoch
+        attempt = take_attempt(paths, job_id="test", restart=0).attempt
         resume = choose_resume(paths, "auto").name or ""
         world = load.load_resolved(paths.run_yaml).distributed.world_size
         module = "tests.fakes.scripted_rank" if script else "verl_slurm.trainer"
-        words = ["-m", "--", module, "--run", str(paths.root), "--epoch", str(epoch), "--resume", resume]
+        words = ["-m", "--", module, "--run", str(paths.root), "--attempt", str(attempt), "--resume", resume]
         environ = {"VS_TEST_SCRIPT": json.dumps(script)} if script else {}
         return torchrun(*words, ranks=world, **environ)
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.verl.verl_steps import make_directory, make_step
 from verl_slurm.base.errors import Fenced, NoRoom
-from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.fence import take_attempt
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.tree import Entry, list_tree
 from verl_slurm.checkpoint.decide.storage import Need, Room
@@ -61,7 +61,7 @@ def test_whole_steps_become_checkpoints_of_the_run_that_verify_and_hold_the_same
         assert everything(final / f"global_step_{step}") == everything(verl_dir / f"global_step_{step}")
         assert (final / "latest_checkpointed_iteration.txt").read_text() == str(step)
         manifest = read_manifest(final)
-        assert (manifest.guest, manifest.world_size, manifest.epoch) == ("verl", 2, 0)
+        assert (manifest.guest, manifest.world_size, manifest.attempt) == ("verl", 2, 0)
         assert [path for path in final.rglob("*") if path.stat().st_mode & 0o077] == []
         # A directory that verl's own tools can use.
         assert [(one.step, one.ok) for one in judge_all(final)] == [(step, True)]
@@ -289,7 +289,7 @@ def test_a_start_of_the_run_meanwhile_fences_the_adoption(
 ) -> None:
     def starting(*args: object, **kwargs: object) -> None:
         copy_files(*args, **kwargs)  # type: ignore[arg-type]
-        take_epoch(run, job_id="7", restart=0)
+        take_attempt(run, job_id="7", restart=0)
 
     monkeypatch.setattr(module, "copy_files", starting)
     with pytest.raises(Fenced):
@@ -297,7 +297,7 @@ def test_a_start_of_the_run_meanwhile_fences_the_adoption(
     assert names(run) == []
     monkeypatch.undo()
     adopt_steps(run, plan(verl_dir, run))
-    assert read_manifest(run.checkpoint(6)).epoch == 1, "signed with the last attempt"
+    assert read_manifest(run.checkpoint(6)).attempt == 1, "signed with the last attempt"
 
 
 def test_what_can_be_cloned_is_said_beforehand_and_what_cannot_is_copied(

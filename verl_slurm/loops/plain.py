@@ -14,7 +14,7 @@ those of an undisturbed run. docs/guests.md states the requirements.
 
 A loop may also run without a daemon, under torchrun or alone, into a directory of the user's choice. Then there are no
 save requests, no verification of saves and no restarts. So rank 0 does what a lead does at a start: it takes the run's
-epoch, sweeps the remains of dead processes, and finds the newest checkpoint that verifies.
+attempt, sweeps the remains of dead processes, and finds the newest checkpoint that verifies.
 """
 
 import os
@@ -29,7 +29,7 @@ from typing import Self
 import msgspec
 
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.base.fence import require_epoch, take_epoch
+from verl_slurm.base.fence import require_attempt, take_attempt
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
@@ -179,7 +179,7 @@ class LoopRun:
 
     def _by_hand(self, run_dir: Path) -> Session:
         session, ranks = self._session, self._ranks
-        # One rank takes the epoch and chooses: ranks that looked by themselves could choose different checkpoints.
+        # One rank takes the attempt and chooses: ranks that looked by themselves could choose different checkpoints.
         start = ranks.on_first("taking the run", lambda: _take_the_run(run_dir), _Start)
         paths = RunPaths(start.root)
         return Session(
@@ -187,7 +187,7 @@ class LoopRun:
             rank=session.rank,
             world_size=session.world_size,
             paths=paths,
-            epoch=start.epoch,
+            attempt=start.attempt,
             resume=paths.checkpoints / start.resume if start.resume else None,
         )
 
@@ -336,7 +336,7 @@ class LoopRun:
             paths,
             domains,
             Provenance(
-                epoch=session.epoch,
+                attempt=session.attempt,
                 parent=session.resume.name if session.resume is not None else None,
                 schema_id=current_schema().schema_id,
                 dataset_fingerprint=data,
@@ -344,7 +344,7 @@ class LoopRun:
                 guest="loop",
             ),
             self._ranks,
-            epoch_check=lambda: require_epoch(paths, session.epoch),
+            attempt_check=lambda: require_attempt(paths, session.attempt),
             local=LocalPlace.of(config, paths, _local_rank()),
             encryption=config.encryption,
         )
@@ -362,7 +362,7 @@ class _Start(msgspec.Struct, frozen=True):
     """Rank 0's message to all: the run's directory, the attempt, and the checkpoint's name; empty: from the start."""
 
     root: str
-    epoch: int
+    attempt: int
     resume: str
 
 
@@ -378,7 +378,7 @@ def _take_the_run(run_dir: Path) -> _Start:
     paths = RunPaths(run_dir.absolute())
     # 0700, and refused if it is another user's: checkpoints of this directory are loaded.
     private_dir(paths.root)
-    # Before the epoch is encode_state: taking it would fence that lead's run.
+    # Before the attempt is encode_state: taking it would fence that lead's run.
     if paths.lead_address.exists():
         raise ConfigError(
             "a daemon serves this run",
@@ -389,8 +389,8 @@ def _take_the_run(run_dir: Path) -> _Start:
     # The commands (`status`, `list`, `prune`) read a run's settings here, also of one without a daemon.
     if not paths.run_yaml.exists():
         write_file(paths.run_yaml, dump(RunConfig(name=paths.root.name, run_dir=str(paths.root))))
-    # Before the sweep: once the epoch is ours, no other process can commit what is removed below.
-    mine = take_epoch(paths, job_id=str(os.getpid()), restart=0)
+    # Before the sweep: once the attempt is ours, no other process can commit what is removed below.
+    mine = take_attempt(paths, job_id=str(os.getpid()), restart=0)
     private_dir(paths.checkpoints)
     sweep(paths)
     loop_checkpoint.sweep_work(paths)
@@ -401,4 +401,4 @@ def _take_the_run(run_dir: Path) -> _Start:
         raise lost_error(paths, trace, by_hand=True)
     if lost := gone_back(paths, None, choice.name or ""):
         _complain(lost)
-    return _Start(root=str(paths.root), epoch=mine.epoch, resume=choice.name or "")
+    return _Start(root=str(paths.root), attempt=mine.attempt, resume=choice.name or "")

@@ -36,7 +36,7 @@ import msgspec
 import torch.distributed as dist
 
 from verl_slurm.base.errors import ConfigError, Fenced, VerlSlurmError
-from verl_slurm.base.fence import require_epoch
+from verl_slurm.base.fence import require_attempt
 from verl_slurm.base.keys import Keyring, load_keys
 from verl_slurm.checkpoint.decide.storage import Need, Room, need_of_next
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
@@ -181,9 +181,9 @@ class _Keeper:
         session = self._session
         # Checked at each removal: a process that slept since its plan must not remove what a newer attempt resumes
         # from.
-        check = partial(require_epoch, session.paths, session.epoch)
+        check = partial(require_attempt, session.paths, session.attempt)
         prune_as_configured(
-            session.paths, self._config, self._removing, self._assured, self._keys, epoch_check=check
+            session.paths, self._config, self._removing, self._assured, self._keys, attempt_check=check
         )
 
 
@@ -275,7 +275,7 @@ class StepEndSaver:
         self._watch: ReachWatch | None = None
         self._keeper: _Keeper | None = None
         if session.has_run:
-            self.work = session.paths.work(session.epoch)
+            self.work = session.paths.work(session.attempt)
             config = load_own(session.paths.run_yaml)
             # At the first start, not at the first lost node.
             if config.distributed.min_nodes is not None and not any_ranks:
@@ -294,7 +294,7 @@ class StepEndSaver:
             self._keeper = _Keeper(session, config.checkpoint, keys) if session.rank == 0 else None
             # Collective, so no rank writes before the remains of a dead start are gone: they could mix with its
             # files.
-            ranks.first_does("preparing to save", lambda: clear_work(session.paths, session.epoch))
+            ranks.first_does("preparing to save", lambda: clear_work(session.paths, session.attempt))
         # One worker: commits must stay in the order of their steps.
         self._pool = ThreadPoolExecutor(1, "verl-slurm-commit") if beside else None
         # A group of its own: collectives of the commit thread and of the loop on one group would pair up wrongly.
@@ -492,7 +492,7 @@ class StepEndSaver:
         save = LoopSave(
             guest=self._guest,
             step=step,
-            epoch=self.session.epoch,
+            attempt=self.session.attempt,
             world_size=self._world_size,
             parent=self.session.resume.name if self.session.resume is not None else None,
             metrics=self.session.numbers(metrics),

@@ -173,7 +173,7 @@ class TierRecord(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     digest: str
-    epoch: _Count
+    attempt: _Count
     created_utc: str
     stamp: str
     num_bytes: _Count
@@ -220,7 +220,7 @@ class Memory:
             signature: Literal["", "good", "refused"] = "good" if self._keys is not None else ""
             self.records[tier.config.name][name] = TierRecord(
                 digest=manifest.digest,
-                epoch=manifest.epoch,
+                attempt=manifest.attempt,
                 created_utc=manifest.created_utc,
                 stamp=objects[MANIFEST].stamp,
                 num_bytes=sum(info.size for info in objects.values()),
@@ -290,7 +290,7 @@ class Memory:
                 committed=True,
                 verified=record.ok,
                 digest=record.digest,
-                epoch=record.epoch,
+                attempt=record.attempt,
                 saved=_time(record.created_utc),
                 num_bytes=num_bytes,
                 detail=record.detail,
@@ -308,7 +308,7 @@ class Memory:
             verified=False if refused else None,
             refused=bool(refused),
             digest=manifest.digest,
-            epoch=manifest.epoch,
+            attempt=manifest.attempt,
             saved=_time(manifest.created_utc),
             num_bytes=num_bytes,
             detail=refused or problem,

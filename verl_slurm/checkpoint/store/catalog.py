@@ -164,7 +164,7 @@ def _classify(path: Path, partial: bool) -> CheckpointInfo | None:
         info,
         kind="committed",
         # The manifest keeps the field's former name.
-        attempt=manifest.epoch,
+        attempt=manifest.attempt,
         phase=manifest.phase,
         world_size=manifest.world_size,
         parent=manifest.parent,

@@ -30,7 +30,7 @@ import msgspec
 
 from verl_slurm.base import bounded
 from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, NoRoom, VerlSlurmError
-from verl_slurm.base.fence import require_epoch
+from verl_slurm.base.fence import require_attempt
 from verl_slurm.base.files import fsync_path, write_file
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.base.tree import files_below, names_in
@@ -217,7 +217,7 @@ def write_checkpoint(
     division: Division,
     staging: StagingDirectory,
     *,
-    epoch_check: Callable[[], None] = lambda: None,
+    attempt_check: Callable[[], None] = lambda: None,
     on_bytes: OnBytes = lambda _: None,
 ) -> Made:
     """Makes `staging`, an empty directory, a committed checkpoint and verifies it.
@@ -225,7 +225,7 @@ def write_checkpoint(
     Raises:
         CheckpointCorrupt: the result is not the same state, or does not verify.
         ConfigError, VerlSlurmError: as `Division.divide`.
-        Fenced: by `epoch_check`.
+        Fenced: by `attempt_check`.
         OSError: the storage refused. On any error `staging` is left for the caller to remove.
     """
     manifest, began = source.manifest, time.monotonic()
@@ -247,7 +247,7 @@ def write_checkpoint(
         created_utc=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
         save_seconds=round(time.monotonic() - began, 3),
     )
-    final = commit(staging, made, epoch_check=epoch_check)
+    final = commit(staging, made, attempt_check=attempt_check)
     num_bytes = verify(final).require("the divided checkpoint does not verify", final).num_bytes
     return Made(path=final, tensors=tensors, num_bytes=num_bytes, num_files=len(made.files))
 
@@ -290,18 +290,18 @@ def prepare_start(
     config: RunConfig,
     contained: Callable[..., list[str]],
     paths: RunPaths,
-    epoch: int,
+    attempt: int,
     manifest: Manifest | None,
     on_bytes: OnBytes,
 ) -> Made | None:
     """Does the work of `prepare_ranks` by the ranks' own Python, on a node of the job."""
     python = partial(ranks_python, config, contained, on_node=True)
-    return prepare_ranks(paths, epoch, manifest, config.distributed.world_size, python, on_bytes)
+    return prepare_ranks(paths, attempt, manifest, config.distributed.world_size, python, on_bytes)
 
 
 def prepare_ranks(
     paths: RunPaths,
-    epoch: int,
+    attempt: int,
     manifest: Manifest | None,
     ranks: int,
     python: RanksPython,
@@ -328,7 +328,7 @@ def prepare_ranks(
     """
     divided = paths.resharded
     wanted = manifest if manifest is not None and manifest.world_size != ranks else None
-    require_epoch(paths, epoch)
+    require_attempt(paths, attempt)
     # Of a start that died while it was writing.
     sweep(divided)
     for name in names_in(paths.run, divided.checkpoints):
@@ -347,7 +347,11 @@ def prepare_ranks(
         with division_of(source, ranks, python, below=[staging.directory], on_bytes=on_bytes) as division:
             require_room(source, division.plan, divided.checkpoints)
             return write_checkpoint(
-                source, division, staging, epoch_check=lambda: require_epoch(paths, epoch), on_bytes=on_bytes
+                source,
+                division,
+                staging,
+                attempt_check=lambda: require_attempt(paths, attempt),
+                on_bytes=on_bytes,
             )
     except BaseException:
         shutil.rmtree(staging.directory, ignore_errors=True)
