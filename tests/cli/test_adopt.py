@@ -75,7 +75,9 @@ def test_a_whole_directory_becomes_a_run_that_submit_goes_on_from(
     assert "points to global_step_6, which is whole" in result.out
     assert f"verl-slurm submit {run.root}" in result.out
     assert [event["event"] for event in read_events(run)] == ["adopted"]
-    assert f"verl-slurm verify {run.root}" in cli("adopt", run.checkpoint(6)).error, "it is none of plain verl's"
+    assert f"verl-slurm verify {run.root}" in cli("adopt", run.checkpoint(6)).error, (
+        "it is none of plain verl's"
+    )
     plan = cli("submit", run.root, "--cluster", "local", "--dry-run", "--json").json
     assert plan["resumes_from"] == "step_000006"
     before = everything(run.root)

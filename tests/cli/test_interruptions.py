@@ -47,7 +47,6 @@ def test_the_sum_is_a_sentence() -> None:
         "1 without a save to go on from, finished rollouts are in the ledger"
     )
 
-
     waiting = msgspec.structs.replace(LASTING, saved="step_000004", verified=True)
     assert words(waiting).endswith("no token was lost"), "a verified save waits for its resume"
     lost = msgspec.structs.replace(CRASH, rollouts_lost="at least 8 finished responses")

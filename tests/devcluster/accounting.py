@@ -50,7 +50,9 @@ class AccountedCluster(DevCluster):
         base, logs, password = self.directory, self.directory / "log", secrets.token_hex(32)
         database, log = base / "database", logs / "slurmdbd.log"
         at = f"{machine.EXTRA_PATH}:/usr/local/bin"
-        programs = {name: shutil.which(name, path=at) or name for name in ("slurmdbd", "sacctmgr", "mariadbd")}
+        programs = {
+            name: shutil.which(name, path=at) or name for name in ("slurmdbd", "sacctmgr", "mariadbd")
+        }
         shutil.rmtree(database, ignore_errors=True)
         database.mkdir(mode=0o700)
         sql, socket_file = database / "init.sql", database / "socket"
@@ -77,7 +79,11 @@ class AccountedCluster(DevCluster):
             # Not durable: nothing of it outlives the cluster.
             *("--innodb-flush-log-at-trx-commit=0", "--performance-schema=OFF"),
             # With less of these three slurmdbd logs an error.
-            *("--innodb-buffer-pool-size=128M", "--innodb-log-file-size=64M", "--innodb-lock-wait-timeout=900"),
+            *(
+                "--innodb-buffer-pool-size=128M",
+                "--innodb-log-file-size=64M",
+                "--innodb-lock-wait-timeout=900",
+            ),
         ]
         self.spawn(argv, base / "run" / "mariadbd.pid", logs / "mariadbd.log")
         where = {"MYSQL_UNIX_PORT": str(socket_file)}

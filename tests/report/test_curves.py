@@ -31,7 +31,9 @@ def test_tokens_used_count_once_and_those_thrown_back_apart() -> None:
     assert (found.sampled, found.used, found.repeated) == (200, 200, 100)
     assert curve(steps, "tokens_per_second").points == [(1.0, 50.0)], "a replayed step sampled nothing"
     found = Steps(rows(1, response_tokens=10.0)).tokens()
-    assert (found.sampled, found.used, found.repeated) == (None, None, None), "not known of how many responses"
+    assert (found.sampled, found.used, found.repeated) == (None, None, None), (
+        "not known of how many responses"
+    )
 
 
 def test_a_long_run_is_drawn_with_means_of_neighbours_and_its_last_step() -> None:

@@ -185,7 +185,11 @@ def test_a_dead_worker_and_a_dead_node_are_each_seen_and_restarted_in_place(grpo
 
 @pytest.mark.soak
 def test_a_driver_that_hangs_is_seen_by_its_pace(grpo: LiveRun) -> None:
-    grpo.argv += ["daemon.hang_floor_s=15", "checkpoint.every_steps=50", "verl.trainer.total_training_steps=100"]
+    grpo.argv += [
+        "daemon.hang_floor_s=15",
+        "checkpoint.every_steps=50",
+        "verl.trainer.total_training_steps=100",
+    ]
     grpo.submit()
     grpo.wait(lambda: grpo.status().get("step", 0) >= 2, PATIENCE_S)
     one(grpo, "TaskRunner").suspend()

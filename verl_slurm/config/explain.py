@@ -218,7 +218,8 @@ def json_schema() -> dict[str, typing.Any]:
     key's own map (`verl`, `slurm.extra`) are free.
     """
     made = msgspec.json.schema(RunConfig)
-    for kind in {RunConfig, *(owner for _, owner, _ in fields_of(RunConfig))}:
+    kinds: set[type[msgspec.Struct]] = {RunConfig, *(owner for _, owner, _ in fields_of(RunConfig))}
+    for kind in kinds:
         definition = made["$defs"][kind.__name__]
         # The rest of a docstring is for readers of the code.
         definition["description"] = " ".join(definition["description"].partition("\n\n")[0].split())

@@ -122,7 +122,10 @@ def family_complaints(config: RunConfig, said: Mapping[str, Any]) -> Iterator[Co
     elif kind in FAMILIES and said.get("tie_word_embeddings") is False and (what := _not_causal(said)):
         yield Complaint("model.path", f"{what}, saved without the head for tokens", _EXPECTED, _OTHER)
     if said.get("quantization_config"):
-        found, remedy = "quantized weights (quantization_config in config.json)", "dequantize the model and save it"
+        found, remedy = (
+            "quantized weights (quantization_config in config.json)",
+            "dequantize the model and save it",
+        )
         yield Complaint("model.path", found, "float32 or bfloat16 weights", f"{remedy} again")
     yield from _attention(config, said)
     family = FAMILIES.get(kind)

@@ -9,7 +9,14 @@ from collections.abc import Iterable
 
 VERLS_SECTIONS = frozenset(
     (
-        *("actor_rollout_ref", "algorithm", "critic", "custom_reward_function", "global_profiler", "ray_init"),
+        *(
+            "actor_rollout_ref",
+            "algorithm",
+            "critic",
+            "custom_reward_function",
+            "global_profiler",
+            "ray_init",
+        ),
         *("ray_kwargs", "reward_manager", "sandbox_fusion", "transfer_queue"),
     )
 )
@@ -34,8 +41,7 @@ _WORDS: dict[str, str] = {
     "no key: the ranks that train also sample": "hybrid_engine",
     "no key: each full checkpoint holds the optimizer": "train.include_optimizer",
     "checkpoint.keep_last": (
-        "keep_last_n_checkpoints max_actor_ckpt_to_keep max_ckpt_to_keep save_total_limit"
-        " checkpoint.keep"
+        "keep_last_n_checkpoints max_actor_ckpt_to_keep max_ckpt_to_keep save_total_limit checkpoint.keep"
     ),
     "model.path: the tokenizer is read from there": "model.tokenizer",
     "no key: the run keeps the fingerprint of its models by itself": "model.fingerprint",
@@ -112,7 +118,19 @@ WORDS = {word: ours for ours, words in _WORDS.items() for word in words.split()}
 """Other programs' words, and what takes their place here."""
 _COMMON = frozenset(
     (
-        *("backend", "command", "device", "engine", "entry", "env", "extra", "files", "group", "image", "limit"),
+        *(
+            "backend",
+            "command",
+            "device",
+            "engine",
+            "entry",
+            "env",
+            "extra",
+            "files",
+            "group",
+            "image",
+            "limit",
+        ),
         *("name", "nodes", "path", "port", "root", "type"),
     )
 )

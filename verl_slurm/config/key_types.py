@@ -95,7 +95,9 @@ def misfits(kind: object, value: object, key: str = "") -> list[tuple[str, objec
         words = type_words(kind).replace(" | ", " or ")
         # A limit of length or form has no words of its own.
         is_limit = " of length " in str(error) or "matching regex" in str(error)
-        return found or [(key, value, str(error).removeprefix("Expected ").replace("`", "") if is_limit else words)]
+        return found or [
+            (key, value, str(error).removeprefix("Expected ").replace("`", "") if is_limit else words)
+        ]
     return found
 
 

@@ -295,8 +295,8 @@ class CheckpointConfig(Section, frozen=True):
     cadence: Literal["fixed", "adaptive", "young_daly", "continuous"] = "fixed"
     """`fixed`: `every_steps` and `runtime_every_steps`. `adaptive`: the `intervals`, halved while the loss is volatile.
     `young_daly`: from the measured cost of a save and the measured rate of interruptions that lost work, at least every
-    `every_steps`, halved likewise. `continuous`: as soon as the save before is durable, at least every `every_steps` (see
-    checkpoint/decide/cadence.py)."""
+    `every_steps`, halved likewise. `continuous`: as soon as the save before is durable, at least every `every_steps`
+    (see checkpoint/decide/cadence.py)."""
     every_steps: Positive = 1000
     """Steps between saves of checkpoint state: models, optimizers, schedulers, RNG. With `young_daly` and
     `continuous`: the longest interval."""
@@ -524,8 +524,8 @@ class ObservabilityConfig(Section, frozen=True):
     """`0.0.0.0`: every interface of each node, for a Prometheus on another machine; requires a `token_file`."""
     token_file: str | None = None
     """An absolute path of a 0600 file. A request for /metrics must carry its content (`Authorization: Bearer`). Other
-    users of a node can reach 127.0.0.1, too. With it, the newest step's reward, KL, losses and learning rate are exported
-    as well."""
+    users of a node can reach 127.0.0.1, too. With it, the newest step's reward, KL, losses and learning rate are
+    exported as well."""
     targets_dir: str | None = None
     """An absolute directory, made 0700, in which this run publishes its ports for Prometheus. Several runs may share
     it, because Prometheus takes no pattern for a directory. null: RUN/control/metrics."""
@@ -643,8 +643,8 @@ class DaemonConfig(Section, frozen=True):
     """Ask the cloud's metadata service whether it takes the node back, and save and requeue before. auto: where the
     node's firmware says that it is such a cloud's."""
     hang_floor_s: PositiveFloat = 300.0
-    """A rank counts as hung after five times the longest interval that any rank needed between two safe points, and never
-    before this time."""
+    """A rank counts as hung after five times the longest interval that any rank needed between two safe points, and
+    never before this time."""
     load_timeout_s: PositiveFloat = 1800.0
     """From a rank's first message to its first safe point: loading models, the first collective, replaying the ledger.
     Also from the start of a save to the next safe point or the end, because training may wait there for storage."""

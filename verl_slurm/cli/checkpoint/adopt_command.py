@@ -146,7 +146,13 @@ def _require_directory(directory: Path) -> Path:
 
 
 def _into_run(
-    held: ExitStack, plan: SubmissionPlan, judged: list[Judged], bar: render.Bar, take_all: bool, link: bool, dry_run: bool
+    held: ExitStack,
+    plan: SubmissionPlan,
+    judged: list[Judged],
+    bar: render.Bar,
+    take_all: bool,
+    link: bool,
+    dry_run: bool,
 ) -> list[adoption.AdoptedStep]:
     from verl_slurm.submit.submission import hold_run
 

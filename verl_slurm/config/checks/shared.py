@@ -433,7 +433,7 @@ def _check_container(config: RunConfig, found: Complaints) -> None:
     remedy = "runtimes read those as separators: choose another path"
     for place in container.binds:
         wrong, expected = (
-            not _is_absolute(place) or set(place) & set(",:"),
+            not _is_absolute(place) or bool(set(place) & set(",:")),
             "an absolute path without `,` and `:`",
         )
         refuse_if(wrong, "slurm.container.binds", expected, remedy, repr(place))

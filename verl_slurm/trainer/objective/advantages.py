@@ -210,7 +210,8 @@ class AdaptiveKL:
 
     Attributes:
         coef: the present coefficient, beta. 0 stays 0: the penalty is off.
-        target: KL of whole responses to steer to, in nats per sample. None: the coefficient never changes; the window is still kept.
+        target: KL of whole responses to steer to, in nats per sample. None: the coefficient never changes;
+            the window is still kept.
         size: steps in the window.
         window: KL of the last steps, oldest first, at most `size`.
 
