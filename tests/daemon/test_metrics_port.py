@@ -59,6 +59,15 @@ def config(**observability: Any) -> RunConfig:
     return run_config(name=CANARY, dp_size=2, observability=wanted)
 
 
+TOKEN = "t" * 64
+
+
+def token_in(place: Path) -> str:
+    (place / "token").touch(0o600)
+    (place / "token").write_text(TOKEN)
+    return str(place / "token")
+
+
 def lead_of(paths: RunPaths, clock: Clock, **observability: Any) -> tuple[LeadMetrics, Journal, Status]:
     status = Status(state="running", job_id="7", steps=10)
     metrics = LeadMetrics(paths, config(**observability), status, clock)
@@ -114,7 +123,8 @@ def _target_file(metrics: LeadMetrics | AgentMetrics) -> Path | None:
 
 
 def page_of(metrics: LeadMetrics | AgentMetrics) -> bytes:
-    answer = ask(metrics, b"GET /metrics HTTP/1.1\r\n\r\n")[1][0]
+    head = f"GET /metrics HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\n\r\n"
+    answer = ask(metrics, head.encode())[1][0]
     assert answer.startswith(b"HTTP/1.1 200 OK\r\n"), answer[:200]
     return answer.partition(b"\r\n\r\n")[2]
 
@@ -205,9 +215,11 @@ def test_no_name_path_or_text_of_an_event_is_on_the_page(paths: RunPaths, clock:
     assert len(samples(page)) < 70  # bounded, whatever happens
 
 
-def test_how_well_it_learns_is_shown_only_to_who_has_the_token(paths: RunPaths, clock: Clock) -> None:
+def test_how_well_it_learns_is_shown_only_to_who_has_the_token(
+    paths: RunPaths, clock: Clock, tmp_path: Path
+) -> None:
     for asked in (False, True):
-        metrics, _, status = lead_of(paths, clock, token_file="/token" if asked else None)
+        metrics, _, status = lead_of(paths, clock, token_file=token_in(tmp_path) if asked else None)
         status.metrics = {"reward": 0.5, "kl": 0.1, "tokens_per_second": 50.0, "secret/thing": 1.0}
         page = page_of(metrics)
         assert value(page, "verl_learning", number="reward") == (0.5 if asked else None)
@@ -241,9 +253,9 @@ def test_an_agent_shows_its_ranks_one_by_one(paths: RunPaths, clock: Clock) -> N
     assert (value(page, "process_resident_memory_bytes") or 0) > 1e6
 
 
-def test_what_is_exported_is_what_is_documented(paths: RunPaths, clock: Clock) -> None:
+def test_what_is_exported_is_what_is_documented(paths: RunPaths, clock: Clock, tmp_path: Path) -> None:
     documented = set(re.findall(r"`(verl_\w+)", (ROOT / "docs/observability.md").read_text()))
-    lead, journal, status = lead_of(paths, clock, token_file="/token")
+    lead, journal, status = lead_of(paths, clock, token_file=token_in(tmp_path))
     journal.write(make_event("started", requeues=0))
     journal.write(make_event("saved", name="a", seconds=1.0, num_bytes=1, on_shared=True))
     clock.now += 1
@@ -287,10 +299,7 @@ def test_health_is_one_word(paths: RunPaths, clock: Clock, state: str, word: byt
 
 @pytest.mark.scenario("M13")
 def test_with_a_token_only_its_bearer_reads(paths: RunPaths, clock: Clock, tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.touch(0o600)
-    token.write_text("t" * 64)
-    metrics, _, _ = lead_of(paths, clock, token_file=str(token))
+    metrics, _, _ = lead_of(paths, clock, token_file=token_in(tmp_path))
     head = b"GET /metrics HTTP/1.1\r\nAuthorization: Bearer %s\r\n\r\n"
     _, answers = ask(metrics, b"GET /metrics HTTP/1.1\r\n\r\n", head % (b"x" * 64), head % (b"t" * 64))
     assert [answer[9:12] for answer in answers] == [b"401", b"401", b"200"]
@@ -364,10 +373,8 @@ def test_where_it_listens_is_told_to_prometheus_and_taken_back_but_a_successors_
 def test_a_port_for_others_is_told_with_the_nodes_own_address(
     paths: RunPaths, clock: Clock, tmp_path: Path, own: str
 ) -> None:
-    token = tmp_path / "token"
-    token.touch(0o600)
-    token.write_text("t" * 64)
-    agent = AgentMetrics(paths, config(metrics_host="0.0.0.0", token_file=str(token)), 1, lambda: True, clock)
+    wanted = config(metrics_host="0.0.0.0", token_file=token_in(tmp_path))
+    agent = AgentMetrics(paths, wanted, 1, lambda: True, clock)
 
     async def told() -> str:
         assert await agent.open(own) == ""

@@ -176,7 +176,7 @@ def test_submit_renders_with_the_template_of_the_model(tmp_path: Path, source: s
     ("script", "found", "expected"),
     [
         ("echo 'TypeError: odd' >&2; exit 1", "TypeError: odd", None),
-        ("exit 3", "its process ended with 3", None),
+        ("exit 3", "exit code 3", None),
         ("kill -9 $$", "more than 352 MiB", "rows of moderate size"),
         ("echo 'memory allocation of 99 bytes failed' >&2; kill -6 $$", "352 MiB", "rows of moderate size"),
         ("""echo '{"error": null}'""", "352 MiB", "rows of moderate size"),

@@ -256,7 +256,7 @@ _CHILD = """
 import sys
 from pathlib import Path
 from tests.tiers.conftest import Bytes, PART, entry
-from verl_slurm.config.tiers_section import TierConfig
+from verl_slurm.config.schema import TierConfig
 from verl_slurm.tiers import s3
 from verl_slurm.tiers.survey import open_place
 s3.MIN_PART_BYTES = s3.PART_STEP_BYTES = PART

@@ -218,7 +218,7 @@ def json_schema() -> dict[str, typing.Any]:
     key's own map (`verl`, `slurm.extra`) are free.
     """
     made = msgspec.json.schema(RunConfig)
-    kinds: set[type] = {RunConfig, *(owner for _, owner, _ in fields_of(RunConfig))}
+    kinds: set[type[msgspec.Struct]] = {RunConfig, *(owner for _, owner, _ in fields_of(RunConfig))}
     for kind in kinds:
         definition = made["$defs"][kind.__name__]
         # The rest of a docstring is for readers of the code.

@@ -123,8 +123,8 @@ def family_complaints(config: RunConfig, said: Mapping[str, Any]) -> Iterator[Co
         yield Complaint("model.path", f"{what}, saved without the head for tokens", _EXPECTED, _OTHER)
     if said.get("quantization_config"):
         found = "quantized weights (quantization_config in config.json)"
-        remedy = "dequantize the model and save it"
-        yield Complaint("model.path", found, "float32 or bfloat16 weights", f"{remedy} again")
+        remedy = "dequantize the model and save it again"
+        yield Complaint("model.path", found, "float32 or bfloat16 weights", remedy)
     yield from _attention(config, said)
     family = FAMILIES.get(kind)
     if family and family.positions:

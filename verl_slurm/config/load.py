@@ -464,7 +464,7 @@ def _wrong_value(dotted: str, value: object, expected: str, place: str, known: s
     if typed:
         remedy = f"write slurm.gpus_per_node={typed[2]} and slurm.extra.gres=gpu:{typed[1]}:{typed[2]}"
     else:
-        remedy = "write it in quotes" if is_text else f"see `verl-slurm config explain {known}`"
+        remedy = "write it in quotes" if is_text else f"see `verl-slurm config explain {shell_word(known)}`"
     return ConfigError(
         "wrong value",
         where=place if place.startswith("override ") else f"{place}: {dotted}",
