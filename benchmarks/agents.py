@@ -41,7 +41,7 @@ from verl_slurm.config.schema import DistributedConfig, RunConfig
 from verl_slurm.wire.lead_file import LeadAddress, read_lead_address
 from verl_slurm.wire.messages import AgentReady, Progress, SaveRequest, ToAgent
 
-EPOCH = 1
+ATTEMPT = 1
 GRACE_S = 30.0
 
 
@@ -71,7 +71,7 @@ class Crowd:
 
     async def _join(self, address: LeadAddress, node_id: int) -> LeadLink:
         # As an agent: thousands at once are more than a lead greets in its time limit.
-        link = await reach_lead(address, EPOCH, asyncio.Event())
+        link = await reach_lead(address, ATTEMPT, asyncio.Event())
         link.send(AgentReady(node=f"n{node_id}", node_id=node_id, address=link.own_host, free_port=29500))
         return link
 
@@ -94,7 +94,7 @@ async def measure(agents: int, rounds: int, processes: int, root: Path) -> dict[
     private_dir(paths.control)
     config = RunConfig(distributed=DistributedConfig(nodes=agents, dp_size=agents))
     posted: asyncio.Queue[inputs.Input] = asyncio.Queue()
-    journal = Journal(paths, epoch=EPOCH, job_id="benchmark")
+    journal = Journal(paths, attempt=ATTEMPT, job_id="benchmark")
     effects = Effects(Attempt(config, LocalAllocation(config, paths), journal, posted.put_nowait))
     await effects.open()
     deciding = asyncio.create_task(_decide(config, posted))

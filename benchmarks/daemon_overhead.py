@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 import psutil
 
 from tests.lines import follow_lines
-from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.fence import take_attempt
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.journal.steps import last_steps
 
@@ -60,7 +60,7 @@ def alone(run: Path, steps: int) -> list[float]:
     subprocess.run(
         _cli("submit", *_words(run, steps), "--prepare-only"), stdout=subprocess.DEVNULL, check=True
     )
-    epoch = take_epoch(RunPaths(run), job_id="benchmark", restart=0).epoch
+    attempt = take_attempt(RunPaths(run), job_id="benchmark", restart=0).attempt
     launcher = [
         sys.executable,
         "-m",
@@ -69,7 +69,17 @@ def alone(run: Path, steps: int) -> list[float]:
         "--nproc-per-node=2",
         "--no-python",
     ]
-    ranks = ["--", sys.executable, "-u", "-m", "verl_slurm.trainer", "--run", str(run), "--epoch", str(epoch)]
+    ranks = [
+        "--",
+        sys.executable,
+        "-u",
+        "-m",
+        "verl_slurm.trainer",
+        "--run",
+        str(run),
+        "--attempt",
+        str(attempt),
+    ]
     subprocess.run(
         [*launcher, f"--log-dir={run.parent}", *ranks],
         env=os.environ | _ONE,

@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 import msgspec
 
-from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.fence import take_attempt
 from verl_slurm.base.mounts import file_system
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.journal.steps import last_steps
@@ -183,10 +183,10 @@ def train(directory: Path, ranks: int, steps: int, overrides: Sequence[str]) -> 
         words = [str(ROOT / "configs/quickstart.yaml"), f"run_dir={run}", *shape, *overrides]
         prepare = [sys.executable, "-m", "verl_slurm.cli", "submit", *words, "--prepare-only"]
         subprocess.run(prepare, stdout=sys.stderr, check=True)
-        epoch = take_epoch(RunPaths(run), job_id="benchmark", restart=0).epoch
+        attempt = take_attempt(RunPaths(run), job_id="benchmark", restart=0).attempt
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         launcher += [f"--log-dir={name}", "--"]  # it would leave an empty tree in the temporary directory
-        mine = [__file__, "--as-rank-of", str(run), "--epoch", str(epoch)]
+        mine = [__file__, "--as-rank-of", str(run), "--attempt", str(attempt)]
         one = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         subprocess.run(
             [sys.executable, *launcher, *mine], env=os.environ | one, stdout=sys.stderr, check=True
@@ -199,7 +199,7 @@ def _said(run: Path, rank: int) -> Path:
     return run.parent / f"rank_{rank}.json"
 
 
-def _rank(run: Path, epoch: int) -> None:
+def _rank(run: Path, attempt: int) -> None:
     """The trainer's own entry, watched. Leaves as the trainer does: see `run_and_leave` there."""
     from verl_slurm.trainer.__main__ import main as trainer
     from verl_slurm.trainer.state.train_state import to_arrays
@@ -213,7 +213,7 @@ def _rank(run: Path, epoch: int) -> None:
         return arrays
 
     with watched() as seen, patch("verl_slurm.trainer.rollout.records.to_arrays", timed):
-        code = trainer(["--run", str(run), "--epoch", str(epoch)])
+        code = trainer(["--run", str(run), "--attempt", str(attempt)])
     for append, (seconds, cpu_s) in zip(
         seen.appends, spent, strict=True
     ):  # nothing is taken back in this run
@@ -240,11 +240,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--directory", type=Path, action="append", metavar="DIR", help="may be repeated")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--as-rank-of", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--epoch", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--attempt", type=int, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="train.batch_size_per_device=64")
     options = parser.parse_intermixed_args(argv)
     if options.as_rank_of is not None:
-        _rank(options.as_rank_of, options.epoch)
+        _rank(options.as_rank_of, options.attempt)
     if options.steps < 2:
         parser.error("--steps: the first step is left out, so there have to be two")
     runs: dict[str, dict[str, Any]] = {}

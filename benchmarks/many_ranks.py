@@ -150,7 +150,7 @@ def commit(root: Path, ranks: int, layers: int) -> Callable[[], Any]:
     staging = door.StagingDirectory(directory=directory, final=final, step=1, safe_point=0)
 
     def work() -> dict[str, int]:
-        door.commit(staging, manifest, epoch_check=lambda: None)
+        door.commit(staging, manifest, attempt_check=lambda: None)
         return {"manifest_bytes": (final / MANIFEST).stat().st_size}
 
     return work

@@ -29,7 +29,7 @@ from tests.verl.runs import write_config
 from tests.verl.same import differences
 from tests.verl.tiny import make_model, make_sums, sft_words
 from verl_slurm.base.errors import VerlSlurmError
-from verl_slurm.base.fence import read_epoch
+from verl_slurm.base.fence import read_owner
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.loop_checkpoint import for_ranks, require_guest
 from verl_slurm.checkpoint.store.recover import choose_resume
@@ -157,9 +157,9 @@ class _Served:
         real = case.ranks == 2 and not self._started_for_real
         try:
             if case.ranks != 2:
-                owner = read_epoch(paths)
+                owner = read_owner(paths)
                 assert owner is not None
-                prepare_ranks(paths, owner.epoch, read_manifest(newest), case.ranks, this_python)
+                prepare_ranks(paths, owner.attempt, read_manifest(newest), case.ranks, this_python)
                 copy = for_ranks(paths, newest.name, case.ranks)
                 require_guest(copy, "verl", world_size=case.ranks)
                 return (

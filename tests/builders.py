@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from verl_slurm.base.fence import Epoch, take_epoch
+from verl_slurm.base.fence import RunOwner, take_attempt
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.info import CheckpointInfo
@@ -36,7 +36,7 @@ def begun_run(root: Path) -> RunPaths:
     for folder in (made.checkpoints, made.control):
         private_dir(folder)
     write_file(made.run_yaml, b"name: run\n")
-    take_epoch(made, job_id="1", restart=0)
+    take_attempt(made, job_id="1", restart=0)
     return made
 
 
@@ -113,7 +113,7 @@ def runtime_state(**values: Any) -> RuntimeState:
 def make_manifest(step: int = 1, *, world_size: int = 1, **values: Any) -> Manifest:
     """The manifest, unsealed and without files, of a checkpoint at the end of `step`."""
     fields: dict[str, Any] = {"name": f"step_{step:06d}", "phase": "step_end", "safe_point": 0}
-    fields |= {"epoch": 1, "parent": None, "schema_id": current_schema().schema_id, "files": ()}
+    fields |= {"attempt": 1, "parent": None, "schema_id": current_schema().schema_id, "files": ()}
     fields |= {"dataset_fingerprint": "0" * 64, "topology": Topology(dp=world_size)}
     fields |= {"created_utc": "2026-01-01T00:00:00Z", "save_seconds": 0.5}
     return Manifest(step=step, world_size=world_size, **(fields | values))
@@ -131,10 +131,10 @@ def checkpoint_info(step: int, **values: Any) -> CheckpointInfo:
     return CheckpointInfo(step=step, **(fields | values))
 
 
-def owner(**values: Any) -> Epoch:
+def owner(**values: Any) -> RunOwner:
     """The first owner of a run: a lead without Slurm."""
-    place: dict[str, Any] = {"epoch": 1, "cluster": "local", "job_id": "local-1", "restart": 0}
-    return Epoch(**(place | {"host": "a", "pid": 1, "taken": "2026-01-01T00:00:00+00:00"} | values))
+    place: dict[str, Any] = {"attempt": 1, "cluster": "local", "job_id": "local-1", "restart": 0}
+    return RunOwner(**(place | {"host": "a", "pid": 1, "taken": "2026-01-01T00:00:00+00:00"} | values))
 
 
 def reward_switch(reward: str, step: int, **values: Any) -> RewardSwitch:

@@ -19,7 +19,7 @@ import psutil
 
 from verl_slurm.base.errors import NotFound, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.base.fence import read_epoch
+from verl_slurm.base.fence import read_owner
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.inspect.compare import Comparison, compare, newest_checkpoint
@@ -184,10 +184,10 @@ class _Preemption:
         # Set before the preemption, as the status is told again while that goes on.
         self.where = f"step {status['step']}, generation micro-batch {status['index']}"
         if self._cluster is None:
-            owner = read_epoch(self._paths)
+            owner = read_owner(self._paths)
             assert owner is not None, "a running run has an owner"
             self._tell.say(f"   preempting at {self.where}: SIGUSR2 stands for it")
-            # The owner of the epoch is the lead: the process that listens for it.
+            # The owner of the attempt is the lead: the process that listens for it.
             os.kill(owner.pid, signal.SIGUSR2)
         else:
             self._tell.say(f"   preempting at {self.where}: a more urgent job wants the nodes")

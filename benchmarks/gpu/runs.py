@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from benchmarks.gpu.records import RunFigures
-from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.fence import take_attempt
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import dump
@@ -156,7 +156,7 @@ def measure_runs(configs: Sequence[RunConfig], device: torch.device, ranks: Coll
 def _life(config: RunConfig, device: torch.device, ranks: Collective, line: Line, resume: str = "") -> Line:
     paths = RunPaths(private_dir(Path(config.run_dir)))
     write_file(paths.run_yaml, dump(config))
-    epoch = take_epoch(paths, job_id="benchmark", restart=0).epoch
-    build_loop(config, paths, epoch=epoch, resume=resume, device=device, ranks=ranks, line=line).run()
+    attempt = take_attempt(paths, job_id="benchmark", restart=0).attempt
+    build_loop(config, paths, attempt=attempt, resume=resume, device=device, ranks=ranks, line=line).run()
     gc.collect()  # modules and their hooks know each other; the next life needs their memory
     return line

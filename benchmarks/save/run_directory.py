@@ -28,7 +28,7 @@ def make_saver(root: Path, work: Workload, second: Path | None = None) -> Checkp
     """A saver that writes into the run directory `root`, and to `second` as to a node's own disk. Collective."""
     schema = current_schema()
     provenance = Provenance(
-        epoch=1,
+        attempt=1,
         parent=None,
         schema_id=schema.schema_id,
         dataset_fingerprint="0" * 64,
@@ -42,7 +42,7 @@ def make_saver(root: Path, work: Workload, second: Path | None = None) -> Checkp
         all_domains(work, critic),
         provenance,
         work.ranks,
-        epoch_check=lambda: None,
+        attempt_check=lambda: None,
         local=local,
     )
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.whole_step.gate import Gate, Said, Settings
-from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.fence import take_attempt
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import dump
@@ -61,11 +61,12 @@ def config(given: Settings) -> RunConfig:
 
 
 def prepare(given: Settings) -> None:
-    """Make the run's directory and take its epoch, once, before the ranks. Called by: benchmarks.tokens_per_second."""
+    """Make the run's directory and take its attempt, once, before the ranks. Called by:
+    benchmarks.tokens_per_second."""
     paths = RunPaths(Path(given.directory))
     private_dir(paths.root)
     write_file(paths.run_yaml, dump(config(given)))
-    assert take_epoch(paths, job_id="benchmark", restart=0).epoch == 1
+    assert take_attempt(paths, job_id="benchmark", restart=0).attempt == 1
 
 
 class _GateLine(NoDaemon):
@@ -99,7 +100,7 @@ def main(given: Settings, socket: Path) -> None:
         build_loop(
             chosen,
             RunPaths(Path(given.directory)),
-            epoch=1,
+            attempt=1,
             resume="",
             device=device,
             ranks=ranks,

@@ -41,17 +41,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     agent = commands.add_parser("agent", help="be one node's agent; the lead starts these")
     agent.add_argument("--run", type=Path, required=True)
-    agent.add_argument("--epoch", type=int, required=True)
+    agent.add_argument("--attempt", type=int, required=True)
     agent.add_argument("--stand-by", type=int, default=0, metavar="N", help="wait for the N-th restart")
     service = commands.add_parser("service", help="be the host of a service; the lead starts these")
     service.add_argument("--run", type=Path, required=True)
-    service.add_argument("--epoch", type=int, required=True)
+    service.add_argument("--attempt", type=int, required=True)
     service.add_argument("--name", required=True)
     home = commands.add_parser(
         "bring-home", help="send this node's second copies to shared storage; the lead starts these"
     )
     home.add_argument("--run", type=Path, required=True)
-    home.add_argument("--epoch", type=int, required=True)
+    home.add_argument("--attempt", type=int, required=True)
     home.add_argument("--after", default="", help="only what is newer than this checkpoint")
     return parser
 
@@ -75,17 +75,17 @@ def main() -> int:
         if args.command == "bring-home":
             from verl_slurm_daemon.lead.nodes_copies import run_bring_home
 
-            return int(run_bring_home(args.run.resolve(), args.epoch, args.after))
+            return int(run_bring_home(args.run.resolve(), args.attempt, args.after))
         # Signals from Slurm stay pending until the agent listens: their default action would end it.
         signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
         quiet_streams()
         if args.command == "service":
             from verl_slurm_daemon.agent.service import run_service
 
-            return int(run_service(args.run.resolve(), args.epoch, args.name))
+            return int(run_service(args.run.resolve(), args.attempt, args.name))
         from verl_slurm_daemon.agent.node import run_agent
 
-        return int(run_agent(args.run.resolve(), args.epoch, args.stand_by))
+        return int(run_agent(args.run.resolve(), args.attempt, args.stand_by))
     except VerlSlurmError as error:
         print(f"verl-slurmd: {error.one_line()}", file=sys.stderr)
         return int(error.exit_code)

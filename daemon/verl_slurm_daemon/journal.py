@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from verl_slurm.base.errors import VerlSlurmError
-from verl_slurm.base.fence import read_epoch
+from verl_slurm.base.fence import read_owner
 from verl_slurm.base.files import write_file
 from verl_slurm.base.one_line import json_line
 from verl_slurm.base.paths import RunPaths
@@ -36,13 +36,13 @@ class Journal:
         heard: is called with each event after it was stamped.
 
     Attributes:
-        paths, epoch: of the run and of its attempt.
+        paths, attempt: of the run and of its attempt.
     """
 
     def __init__(
-        self, paths: RunPaths, *, epoch: int, job_id: str, heard: Callable[[Event], None] | None = None
+        self, paths: RunPaths, *, attempt: int, job_id: str, heard: Callable[[Event], None] | None = None
     ) -> None:
-        self.paths, self.epoch, self._job_id = paths, epoch, job_id
+        self.paths, self.attempt, self._job_id = paths, attempt, job_id
         self._heard = heard
         # Storage that does not answer must hold up neither a signal nor the requeue. One thread keeps the order.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
@@ -57,11 +57,11 @@ class Journal:
         written, the lead prints the error on standard output and goes on. Where storage does not answer, the event is
         written once it does.
         """
-        event = msgspec.structs.replace(event, time=now(), attempt=self.epoch, job_id=self._job_id)
+        event = msgspec.structs.replace(event, time=now(), attempt=self.attempt, job_id=self._job_id)
 
         # The journal is the newer attempt's. What its former owner still has to say is in its own log.
         def append() -> bool:
-            if not isinstance(event, AttemptFenced) and self.epoch and self._is_closed():
+            if not isinstance(event, AttemptFenced) and self.attempt and self._is_closed():
                 return False
             append_event(self.paths, event)
             return True
@@ -91,7 +91,7 @@ class Journal:
 
     def _say(self, event: str, fields: dict[str, object], *, loud: bool) -> None:
         try:
-            sys.stdout.write(log_line(str(self.epoch), event, fields, loud=loud))
+            sys.stdout.write(log_line(str(self.attempt), event, fields, loud=loud))
             sys.stdout.flush()
         except (OSError, ValueError):
             return
@@ -118,12 +118,12 @@ class Journal:
             FileNotFoundError: RUN is away. A line would make a run of its own there.
         """
         try:
-            owner = read_epoch(self.paths)
+            owner = read_owner(self.paths)
         except (OSError, VerlSlurmError):
             return if_unknown
         if owner is None and not self.paths.run_yaml.exists():
             raise FileNotFoundError(errno.ENOENT, "RUN is away", str(self.paths.root))
-        return owner is not None and owner.epoch > self.epoch
+        return owner is not None and owner.attempt > self.attempt
 
 
 _MAX_VALUE = 300
@@ -137,7 +137,7 @@ def log_line(who: str, event: str, fields: Mapping[str, Any], *, loud: bool = Fa
     set while a run goes on. The monotonic value still gives durations, and the order of events on one node.
 
     Args:
-        who: the epoch; for an agent also its node.
+        who: the attempt; for an agent also its node.
         loud: something is wrong.
     """
     told = " ".join(f"{key}={_short(value)}" for key, value in fields.items() if value is not None)

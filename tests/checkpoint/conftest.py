@@ -28,7 +28,7 @@ FILES = {
 
 
 def owns_it() -> None:
-    """An epoch check that finds nothing wrong."""
+    """An attempt check that finds nothing wrong."""
 
 
 def stage(
@@ -63,7 +63,7 @@ def save(paths: RunPaths) -> Callable[..., Path]:
 
     def make(step: int, safe_point: int = 0, files: dict[str, bytes] = FILES, **changes: object) -> Path:
         staging = stage(paths, step, safe_point, files)
-        return commit(staging, manifest_of(staging, **changes), epoch_check=owns_it)
+        return commit(staging, manifest_of(staging, **changes), attempt_check=owns_it)
 
     return make
 

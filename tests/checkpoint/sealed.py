@@ -33,7 +33,7 @@ def save_sealed(
     step: int,
     key: MasterKey | None = KEY,
     *,
-    epoch: int = 1,
+    attempt: int = 1,
     fence: Callable[[], None] = lambda: None,
 ) -> Path:
     """A checkpoint as the saver makes one, encrypted where there is a key."""
@@ -52,5 +52,5 @@ def save_sealed(
             for entry in entries
         ]
     record = msgspec.UNSET if cipher is None else cipher.record
-    manifest = make_manifest(step, epoch=epoch, files=tuple(entries), encryption=record)
-    return commit(staging, manifest, epoch_check=fence, keys=None if key is None else Keyring(key))
+    manifest = make_manifest(step, attempt=attempt, files=tuple(entries), encryption=record)
+    return commit(staging, manifest, attempt_check=fence, keys=None if key is None else Keyring(key))

@@ -23,7 +23,7 @@ OPERATIONS = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir", "f
 
 
 def nothing() -> None:
-    """An epoch check that finds nothing wrong."""
+    """An attempt check that finds nothing wrong."""
 
 
 def count_down(
@@ -72,7 +72,7 @@ def test_killed_at_any_operation_of_a_save_the_newest_verified_checkpoint_is_fou
             try:
                 count_down(monkeypatch, nth, lambda: os._exit(9))
                 staging, manifest = staged(2)
-                commit(staging, manifest, epoch_check=nothing)
+                commit(staging, manifest, attempt_check=nothing)
                 code = 0
             finally:
                 os._exit(code)
@@ -111,7 +111,7 @@ def test_an_error_of_any_operation_is_no_commit_or_a_whole_one(
         with monkeypatch.context() as patch:
             seen = count_down(patch, nth, fail)
             try:
-                commit(staging, manifest, epoch_check=nothing)
+                commit(staging, manifest, attempt_check=nothing)
                 said_yes = True
             except OSError:
                 said_yes = False
@@ -128,13 +128,13 @@ def test_an_error_of_any_operation_is_no_commit_or_a_whole_one(
     assert nth > 10
 
 
-def test_an_incarnation_that_lost_the_run_cannot_commit(staged: Staged, paths: RunPaths) -> None:
+def test_an_attempt_that_lost_the_run_cannot_commit(staged: Staged, paths: RunPaths) -> None:
     def fenced() -> None:
         raise Fenced("another attempt owns the run", found=2, expected=1)
 
     staging, manifest = staged(4)
     with pytest.raises(Fenced):
-        commit(staging, manifest, epoch_check=fenced)
+        commit(staging, manifest, attempt_check=fenced)
     assert not paths.checkpoint(4).exists()
     assert not paths.latest.exists()
 
@@ -147,7 +147,7 @@ def test_losing_the_run_between_manifest_and_rename_is_noticed(staged: Staged, p
             raise Fenced("another attempt owns the run")
 
     with pytest.raises(Fenced):
-        commit(staging, manifest, epoch_check=check)
+        commit(staging, manifest, attempt_check=check)
     assert not paths.checkpoint(4).exists()
 
 
@@ -156,7 +156,7 @@ def test_a_verified_checkpoint_of_that_name_is_kept_and_the_new_one_dropped(
 ) -> None:
     first = save(2)
     inode = first.stat().st_ino
-    assert save(2, epoch=5) == first
+    assert save(2, attempt=5) == first
     assert first.stat().st_ino == inode
     assert sorted(p.name for p in paths.checkpoints.iterdir()) == ["latest", "step_000002"]
 
@@ -198,7 +198,7 @@ def test_a_save_that_fails_while_it_replaces_one_of_other_ranks_puts_that_back(
 
     monkeypatch.setattr(os, "rename", refuse)
     with pytest.raises(OSError, match="Input/output"):
-        commit(staging, manifest, epoch_check=nothing)
+        commit(staging, manifest, attempt_check=nothing)
     assert old.stat().st_ino == inode
     assert list(paths.quarantine.iterdir()) == []
 
@@ -218,7 +218,7 @@ def test_a_death_while_one_of_other_ranks_is_replaced_leaves_one_of_the_two_unde
             code = 1
             try:
                 count_down(monkeypatch, nth, lambda: os._exit(9), ("rename",))
-                commit(staging, manifest, epoch_check=nothing)
+                commit(staging, manifest, attempt_check=nothing)
                 code = 0
             finally:
                 os._exit(code)
@@ -261,7 +261,7 @@ def test_a_checkpoint_of_that_name_that_cannot_be_judged_is_left_alone(save: Sav
     final.chmod(0o770)
     staging, manifest = staged(2)
     with pytest.raises(CheckpointCorrupt, match="cannot be judged"):
-        commit(staging, manifest, epoch_check=nothing)
+        commit(staging, manifest, attempt_check=nothing)
     final.chmod(0o700)
     assert verify(final).ok
 
@@ -288,7 +288,7 @@ def test_a_tree_that_is_not_what_was_sealed_is_not_committed(
             files=tuple(e for e in manifest.files if e.path != "scheduler.json"),
         )
     with pytest.raises(CheckpointCorrupt) as caught:
-        commit(staging, manifest, epoch_check=nothing)
+        commit(staging, manifest, attempt_check=nothing)
     assert "scheduler.json" in str(caught.value) or "actor/__" in str(caught.value)
     assert not paths.checkpoint(2).exists()
 
@@ -305,7 +305,7 @@ def test_a_rename_that_worked_but_said_it_did_not_is_believed_only_by_its_manife
 
     staging, manifest = staged(2)
     monkeypatch.setattr(door.os, "rename", lost_reply)
-    assert verify(commit(staging, manifest, epoch_check=nothing)).ok
+    assert verify(commit(staging, manifest, attempt_check=nothing)).ok
 
 
 def test_sealing_a_link_or_a_missing_file_is_refused(paths: RunPaths) -> None:
@@ -353,4 +353,4 @@ def test_a_stale_hint_does_not_make_a_commit_fail(staged: Staged, paths: RunPath
     paths.latest.parent.mkdir(parents=True)
     paths.latest.mkdir()
     staging, manifest = staged(2)
-    assert verify(commit(staging, manifest, epoch_check=nothing)).ok
+    assert verify(commit(staging, manifest, attempt_check=nothing)).ok

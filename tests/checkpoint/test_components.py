@@ -26,7 +26,7 @@ ACTOR_ONLY = {name: data for name, data in FILES.items() if not name.startswith(
 def save_partial(paths: RunPaths, step: int, **changes: object) -> Path:
     staging = stage(paths.partial, step, files=ACTOR_ONLY)
     return commit(
-        staging, manifest_of(staging, **({"components": ("actor",)} | changes)), epoch_check=owns_it
+        staging, manifest_of(staging, **({"components": ("actor",)} | changes)), attempt_check=owns_it
     )
 
 

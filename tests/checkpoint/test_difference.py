@@ -62,9 +62,9 @@ def test_every_subject_is_compared_key_by_key(save: Save) -> None:
         assert row in found
 
 
-def test_times_epochs_and_parents_are_not_compared(save: Save) -> None:
+def test_times_attempts_and_parents_are_not_compared(save: Save) -> None:
     one = save(1)
-    two = save(2, epoch=7, parent="step_000001", created_utc="2027-01-01T00:00:00Z", save_seconds=9.0)
+    two = save(2, attempt=7, parent="step_000001", created_utc="2027-01-01T00:00:00Z", save_seconds=9.0)
     assert [row.key for row in difference(one, two)] == ["step"]
 
 

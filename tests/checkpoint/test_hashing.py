@@ -232,7 +232,7 @@ def large(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pat
         entry = make_entry(LARGE, len(data), lanes(NUM_CHUNKS).update(pieces).digest())
         others = [other for other in manifest_of(staging).files if other.path != LARGE]
         manifest = manifest_of(staging, files=tuple(sorted([*others, entry], key=lambda e: e.path)))
-        return commit(staging, manifest, epoch_check=owns_it)
+        return commit(staging, manifest, attempt_check=owns_it)
 
     return make
 

@@ -11,7 +11,7 @@ import pytest
 from tests.builders import begun_run, run_config
 from tests.journals import append_event
 from verl_slurm.base.errors import CheckpointsAbsent, CheckpointsLost, TierError
-from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.fence import take_attempt
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.run_id import run_id
@@ -45,14 +45,14 @@ def run(tmp_path: Path) -> RunPaths:
     for step in range(1, 6):
         append_step(paths, 1, {"step": step})
     ledger(paths, 1, *range(5))
-    (paths.logs / "epoch_000001.gen_01.node_0000.log").touch()
+    (paths.logs / "attempt_000001.restart_01.node_0000.log").touch()
     return paths
 
 
-def ledger(paths: RunPaths, epoch: int, *steps: int) -> None:
+def ledger(paths: RunPaths, attempt: int, *steps: int) -> None:
     private_dir(paths.ledger)
-    data = head(epoch, 0) + b"".join(frame(run_id(paths), step, 0, b"rollout") for step in steps)
-    paths.ledger_segment(epoch, 0).write_bytes(data)
+    data = head(attempt, 0) + b"".join(frame(run_id(paths), step, 0, b"rollout") for step in steps)
+    paths.ledger_segment(attempt, 0).write_bytes(data)
 
 
 def set_aside(paths: RunPaths) -> None:
@@ -114,7 +114,7 @@ TRACES: dict[str, tuple[Callable[[RunPaths], object], str]] = {
 def test_a_run_that_was_killed_before_its_first_save_never_had_one(run: RunPaths) -> None:
     assert former_checkpoint(run, CONFIG) == ""
     append_event(run, "started", attempt=2)
-    require_never_saved(run, CONFIG, take_epoch(run, job_id="1", restart=1).epoch)
+    require_never_saved(run, CONFIG, take_attempt(run, job_id="1", restart=1).attempt)
 
 
 @pytest.mark.parametrize("trace", TRACES)
@@ -123,7 +123,7 @@ def test_each_trace_of_a_checkpoint_alone_is_enough(run: RunPaths, trace: str) -
     leave(run)
     assert told in former_checkpoint(run, CONFIG)
     with pytest.raises(CheckpointsLost, match="--force-resume"):
-        require_never_saved(run, CONFIG, take_epoch(run, job_id="1", restart=1).epoch)
+        require_never_saved(run, CONFIG, take_attempt(run, job_id="1", restart=1).attempt)
 
 
 def test_a_first_save_that_was_damaged_when_it_was_read_back_was_never_one(run: RunPaths) -> None:

@@ -151,7 +151,7 @@ def test_a_manifest_that_names_a_file_twice_or_in_two_cases_is_refused(save: Sav
 def test_a_manifest_whose_digest_is_not_its_own_is_refused(save: Save) -> None:
     final = save(1)
     raw = json.loads((final / "manifest.json").read_text())
-    raw["epoch"] = 99
+    raw["attempt"] = 99
     (final / "manifest.json").write_text(json.dumps(raw))
     assert "manifest digest is" in problems(verify(final))["manifest.json"]
 

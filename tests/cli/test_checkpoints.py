@@ -92,7 +92,7 @@ def save(
     manifest = make_manifest(
         step, files=tuple(seal(staging.directory, files)), metrics=metrics or msgspec.UNSET
     )
-    return commit(staging, manifest, epoch_check=lambda: None)
+    return commit(staging, manifest, attempt_check=lambda: None)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from tests.builders import run_config, write_config
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.fence import take_attempt
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.loop_checkpoint import LoopSave, clear_work, commit_tree
@@ -24,13 +24,13 @@ def run(tmp_path: Path) -> RunPaths:
     """Two steps of a loop: their shards differ, what the ranks have in common does not."""
     paths = RunPaths(private_dir(tmp_path / "run"))
     write_config(paths, backend="command", command=("train.py",))
-    epoch = take_epoch(paths, job_id="1", restart=0).epoch
+    attempt = take_attempt(paths, job_id="1", restart=0).attempt
     for step in (1, 2):
-        work = clear_work(paths, epoch)
+        work = clear_work(paths, attempt)
         (work / "guest").mkdir()
         (work / "guest" / "common.pt").write_bytes(b"common")
         (work / "guest" / "rank_0000.pt").write_bytes(b"own" * step)
-        save = LoopSave(guest="loop", step=step, epoch=epoch, world_size=1)
+        save = LoopSave(guest="loop", step=step, attempt=attempt, world_size=1)
         commit_tree(paths, save, {"guest": work / "guest"})
     return paths
 

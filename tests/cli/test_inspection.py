@@ -82,7 +82,7 @@ def run(tmp_path: Path) -> RunPaths:
 
 def save(paths: RunPaths, step: int, files: dict[str, bytes] = WHOLE, **changes: object) -> Path:
     staging = stage(paths, step, files=files)
-    return commit(staging, manifest_of(staging, **changes), epoch_check=owns_it)
+    return commit(staging, manifest_of(staging, **changes), attempt_check=owns_it)
 
 
 def test_inspect_says_what_is_in_a_checkpoint_as_json(cli: Cli, run: RunPaths) -> None:

@@ -257,7 +257,7 @@ def test_a_claim_has_no_power_over_another_process_of_its_reader(
         job_id = f"local-{other.pid}"
         run = make_run(tmp_path / "run", "running", cluster="local", job_id=job_id, host=socket.gethostname())
         claim = owner(job_id=job_id, pid=other.pid, born=birth_of(other.pid))
-        write_file(run.epoch, msgspec.json.encode(claim))
+        write_file(run.attempt, msgspec.json.encode(claim))
         result = cli("cancel", run.root)
         assert result.code == ExitCode.NOT_FOUND
         assert other.poll() is None

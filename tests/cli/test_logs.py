@@ -80,8 +80,8 @@ def test_lines_of_slurm_s_own_are_marked_as_such(cli: Cli, run: RunPaths) -> Non
 
 
 def test_a_service_has_a_log_for_each_of_its_nodes(cli: Cli, run: RunPaths) -> None:
-    for epoch, index, text in ((1, 0, "old\n"), (2, 0, "first\n"), (2, 1, "second\n")):
-        run.service_log(epoch, "judge", index).write_text(text)
+    for attempt, index, text in ((1, 0, "old\n"), (2, 0, "first\n"), (2, 1, "second\n")):
+        run.service_log(attempt, "judge", index).write_text(text)
     assert cli("logs", run.root, "--service", "judge").out == "first\n"
     assert cli("logs", run.root, "--service", "judge", "--node", 1).out == "second\n"
     assert cli("logs", run.root, "--service", "sandbox").code == ExitCode.NOT_FOUND

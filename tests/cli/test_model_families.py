@@ -256,7 +256,7 @@ def test_another_attention_is_another_run(workplace: Path, cli: Cli) -> None:
     assert cli(*words).code == 0
     paths = RunPaths(workplace / "runs" / "demo")
     paths.ledger.mkdir(exist_ok=True)
-    (paths.ledger / "epoch_000001.rank_0000.ledger").write_bytes(bytes(4096))
+    (paths.ledger / "attempt_000001.rank_0000.ledger").write_bytes(bytes(4096))
     append_event(paths, "started", attempt=1)
     result = cli(*words, "model.attn_implementation=eager")
     assert result.code == ExitCode.CONFIG

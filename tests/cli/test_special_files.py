@@ -42,7 +42,7 @@ KINDS: dict[str, Callable[[Path], None]] = {
     "hole": hole,
 }
 FILES = [
-    *("run.yaml", "events.jsonl", "status.json", "steps.jsonl", "samples.jsonl", "epoch", "run_id"),
+    *("run.yaml", "events.jsonl", "status.json", "steps.jsonl", "samples.jsonl", "attempt", "run_id"),
     *("code.json", "orchestration.json", "rewards.json", ".dataset_fingerprint", ".dataset_hashes"),
     *(
         "control",
@@ -51,8 +51,8 @@ FILES = [
         "control/lead.json",
         "control/resume_once",
     ),
-    *("control/epoch_000001.claim", "control/parts_since", "control/reward_request.json"),
-    *("ledger", "ledger/epoch_000001.rank_0000.ledger", "logs", "logs/local-1_0_log.out", "code"),
+    *("control/attempt_000001.claim", "control/parts_since", "control/reward_request.json"),
+    *("ledger", "ledger/attempt_000001.rank_0000.ledger", "logs", "logs/local-1_0_log.out", "code"),
     *(
         "checkpoints",
         "checkpoints/latest",
@@ -78,7 +78,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
     append_event(paths, "started", attempt=1, **job)
     for step in (1, 2):
         staging = stage(paths, step)
-        commit(staging, manifest_of(staging), epoch_check=owns_it)
+        commit(staging, manifest_of(staging), attempt_check=owns_it)
         append_event(paths, "verified", attempt=1, name=f"step_{step:06d}")
     append_event(paths, "ended", attempt=1, exit_code=0, exit="OK")
     return paths

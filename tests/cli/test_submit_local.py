@@ -38,7 +38,7 @@ def wait_for_event(run: Path, event: str) -> dict[str, Any]:
 def begin(run: Path) -> None:
     """Give the run a rollout, as the ranks would: it has begun."""
     (run / "ledger").mkdir(mode=0o700)
-    (run / "ledger" / "epoch_000001.rank_0000.ledger").write_bytes(bytes(100))
+    (run / "ledger" / "attempt_000001.rank_0000.ledger").write_bytes(bytes(100))
     append_event(RunPaths(run), "started", attempt=1)
 
 
@@ -252,8 +252,8 @@ def test_logs_are_shown_without_their_escape_sequences(workplace: Path, cli: Cli
     assert "\x1b" not in result.out
     assert "_0_log.out" in cli("logs", "--all", "runs/demo-quick").out
     logs = workplace / "runs/demo-quick/logs"
-    for epoch in (1, 2):
-        (logs / f"epoch_00000{epoch}.node_0001.agent.log").write_text(f"agent of {epoch}\n")
+    for attempt in (1, 2):
+        (logs / f"attempt_00000{attempt}.node_0001.agent.log").write_text(f"agent of {attempt}\n")
     assert cli("logs", "--node", "1", "--agent", "runs/demo-quick").out == "agent of 2\n"
     assert "agent.log" in cli("logs", "--all", "runs/demo-quick").out
     assert cli("logs", "--node", "1", "runs/demo-quick").code == 18, "the ranks' are others"

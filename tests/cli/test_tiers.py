@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> RunPaths:
     private_dir(tmp_path / "cold")
     write_config(paths, root=tmp_path, tiers=(cold_tier(tmp_path / "cold"),))
     staging = stage(paths, 10)
-    commit(staging, manifest_of(staging), epoch_check=owns_it)
+    commit(staging, manifest_of(staging), attempt_check=owns_it)
     return paths
 
 
@@ -60,7 +60,7 @@ def test_a_checkpoint_goes_out_and_comes_back(cli: Cli, run: RunPaths) -> None:
 def test_the_newest_comes_first_also_where_a_step_has_seven_digits(cli: Cli, run: RunPaths) -> None:
     for step in (999_999, 1_000_000):
         staging = stage(run, step)
-        commit(staging, manifest_of(staging), epoch_check=owns_it)
+        commit(staging, manifest_of(staging), attempt_check=owns_it)
     names = [line.split()[0] for line in cli("tiers", run.root).out.splitlines() if line.startswith("step_")]
     assert names == ["step_1000000", "step_999999", "step_000010"]
 

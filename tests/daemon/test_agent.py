@@ -26,7 +26,7 @@ from verl_slurm.wire import messages as msg
 from verl_slurm.wire.lead_file import LeadAddress, write_lead_address
 
 TOKEN = b"t" * 32
-LAUNCH = msg.Launch(generation=1, epoch=3, node_rank=0, master_addr="127.0.0.1", master_port=29500, resume="")
+LAUNCH = msg.Launch(restart=1, attempt=3, node_rank=0, master_addr="127.0.0.1", master_port=29500, resume="")
 # torchrun takes seconds to say what a shell says at once.
 SHIM = """
 import sys
@@ -93,7 +93,7 @@ class Stage:
         self.publish(port)
 
     def publish(self, port: int) -> None:
-        address = LeadAddress(epoch=3, generation=1, host="127.0.0.1", port=port, token=TOKEN.hex())
+        address = LeadAddress(attempt=3, restart=1, host="127.0.0.1", port=port, token=TOKEN.hex())
         write_lead_address(self.paths, address)
 
     async def agent(
@@ -103,7 +103,7 @@ class Stage:
         env |= {"PATH": f"{self.box}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}
         env |= {"SLURM_JOB_NODELIST": "n[1-2]", "SLURMD_NODENAME": "n2", "SLURM_NODEID": "0"}
         env |= {"SLURM_JOB_PARTITION": "p"}
-        argv = ["agent", "--run", str(self.paths.root), "--epoch", "3", launcher]
+        argv = ["agent", "--run", str(self.paths.root), "--attempt", "3", launcher]
         self.process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", shim, *argv, env=env, **streams
         )

@@ -13,7 +13,7 @@ from verl_slurm_daemon.agent.agent_log import AgentLog
 
 def test_lines_are_the_leads_in_form_private_and_one_each(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
-    for _ in range(2):  # the agents of two generations
+    for _ in range(2):  # the agents of two restarts
         log = AgentLog(path, "3 n2")
         log.say("joined", lead="h:1", nothing=None)
         log.say("failed", loud=True, error="two\nlines")

@@ -123,7 +123,7 @@ def test_a_run_on_another_cluster_is_judged_by_its_journal_and_not_by_a_number(
     mine = SlurmAllocation(job, RunConfig(), paths)
     # Its number is this job's own, or that of somebody's job here.
     for number in ("38", "37"):
-        alive = asyncio.run(mine.still_alive(owner(cluster="slurm", job_id=number, slurm="there", epoch=1)))
+        alive = asyncio.run(mine.still_alive(owner(cluster="slurm", job_id=number, slurm="there", attempt=1)))
         assert ("of Slurm cluster there has not ended, and this is here" in alive) is lives
 
 

@@ -137,7 +137,7 @@ def test_storage_that_fails_before_the_step_is_neither_a_crash_nor_the_end_of_th
 
     async def story() -> tuple[inputs.Input, object]:
         effects, posted = effects_of(tmp_path, ScriptedAllocation())
-        effects.perform(act.StartGeneration(1))
+        effects.perform(act.StartRanks(1))
         return await posted.get(), effects.attempt.exit
 
     detail = "the step was not started: [Errno 5] Input/output error"
@@ -204,7 +204,7 @@ def test_a_slurm_that_is_slow_to_hear_of_a_node_does_not_hold_up_the_way_out(
 
 
 @pytest.mark.parametrize("moment", ["while looking for a checkpoint", "after the step was started"])
-def test_a_take_down_reaches_a_generation_at_any_moment(
+def test_a_take_down_reaches_a_restart_at_any_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     early = moment.startswith("while")
@@ -221,7 +221,7 @@ def test_a_take_down_reaches_a_generation_at_any_moment(
     async def story() -> tuple[inputs.Input, int]:
         allocation = ScriptedAllocation()
         effects, posted = effects_of(tmp_path, allocation)
-        effects.perform(act.StartGeneration(1))
+        effects.perform(act.StartRanks(1))
         await asyncio.to_thread(looked.wait, 30)
         if early:
             effects.perform(act.TakeDown())
@@ -233,7 +233,7 @@ def test_a_take_down_reaches_a_generation_at_any_moment(
         return await posted.get(), allocation.steps
 
     ended, steps = asyncio.run(story())
-    assert isinstance(ended, inputs.GenerationEnded)
+    assert isinstance(ended, inputs.RanksEnded)
     assert steps == (0 if early else 1)
 
 
@@ -247,7 +247,7 @@ class Heard:
         self.sent.append(message)
 
 
-def test_stacks_that_come_late_do_not_end_the_generation_after(
+def test_stacks_that_come_late_do_not_end_the_restart_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agents_step, "_STACKS_S", 0.02)
@@ -302,7 +302,7 @@ def test_an_effect_that_breaks_ends_the_lead_with_its_reason(
 
     async def story() -> tuple[ExitCode, str] | None:
         effects, posted = effects_of(tmp_path, ScriptedAllocation())
-        effects.perform(act.StartGeneration(1))
+        effects.perform(act.StartRanks(1))
         await posted.get()
         return effects.attempt.exit
 

@@ -9,7 +9,7 @@ import pytest
 from verl_slurm_daemon.journal import Journal
 
 from tests.journals import Line, make_event, make_events, read_events
-from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.fence import take_attempt
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.journal.history import History
 from verl_slurm.journal.status import Status
@@ -33,8 +33,8 @@ def restart(progress: str) -> Line:
 CRASH: Line = {"event": "crash"}
 
 
-def test_events_are_read_back_in_order_with_epoch_and_job(paths: RunPaths) -> None:
-    journal = Journal(paths, epoch=2, job_id="17")
+def test_events_are_read_back_in_order_with_attempt_and_job(paths: RunPaths) -> None:
+    journal = Journal(paths, attempt=2, job_id="17")
     journal.write(make_event("cause", cause="preemption", evidence='says "it"\nand more'))
     journal.write(make_event("ended", exit_code=25))
     first, last = read_events(paths)
@@ -46,10 +46,10 @@ def test_events_are_read_back_in_order_with_epoch_and_job(paths: RunPaths) -> No
 def test_an_event_is_one_line_of_the_log_with_the_time_of_day_and_the_time_that_nobody_sets(
     paths: RunPaths, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    Journal(paths, epoch=1, job_id="1").write(make_event("crash", detail="a\nb\x1b[31m\u2028c"))
+    Journal(paths, attempt=1, job_id="1").write(make_event("crash", detail="a\nb\x1b[31m\u2028c"))
     assert len(capsys.readouterr().out.splitlines()) == 1
     before = time.monotonic()
-    Journal(RunPaths(tmp_path), epoch=3, job_id="7").write(make_event("restart", number=1))
+    Journal(RunPaths(tmp_path), attempt=3, job_id="7").write(make_event("restart", number=1))
     date, steady, who, *_ = capsys.readouterr().out.split()
     assert datetime.fromisoformat(date).tzinfo is not None
     assert before - 0.001 <= float(steady) <= time.monotonic() + 0.001
@@ -57,7 +57,7 @@ def test_an_event_is_one_line_of_the_log_with_the_time_of_day_and_the_time_that_
 
 
 def test_half_a_line_costs_that_line_alone_and_at_the_end_nothing_else(paths: RunPaths) -> None:
-    journal = Journal(paths, epoch=1, job_id="1")
+    journal = Journal(paths, attempt=1, job_id="1")
     journal.write(make_event("started"))
     with paths.events.open("ab") as file:
         file.write(b'{"event": "gener')
@@ -67,7 +67,7 @@ def test_half_a_line_costs_that_line_alone_and_at_the_end_nothing_else(paths: Ru
 
 
 def test_no_run_is_made_where_the_runs_directory_was_moved_away(paths: RunPaths) -> None:
-    journal = Journal(paths, epoch=1, job_id="1")
+    journal = Journal(paths, attempt=1, job_id="1")
     aside = paths.root.with_name("aside")
     paths.root.rename(aside)
     paths.root.mkdir()  # as a mount point is there
@@ -129,9 +129,9 @@ def test_what_the_environment_stopped_is_counted_until_something_new_is_there() 
 @pytest.mark.scenario("C01")
 def test_the_snapshot_is_the_owners_alone(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
-    old = Journal(paths, epoch=take_epoch(paths, job_id="1", restart=0).epoch, job_id="1")
+    old = Journal(paths, attempt=take_attempt(paths, job_id="1", restart=0).attempt, job_id="1")
     old.status(Status(step=1))
-    new = Journal(paths, epoch=take_epoch(paths, job_id="2", restart=0).epoch, job_id="2")
+    new = Journal(paths, attempt=take_attempt(paths, job_id="2", restart=0).attempt, job_id="2")
     new.status(Status(step=7))
     old.status(Status(step=2))
     assert msgspec.json.decode(paths.status.read_bytes(), type=Status).step == 7
@@ -140,10 +140,10 @@ def test_the_snapshot_is_the_owners_alone(tmp_path: Path) -> None:
 def test_an_attempt_that_lost_the_run_says_so_and_nothing_else_in_the_journal(tmp_path: Path) -> None:
     paths, heard = RunPaths(tmp_path), list[object]()
     journal = Journal(
-        paths, epoch=take_epoch(paths, job_id="1", restart=0).epoch, job_id="1", heard=heard.append
+        paths, attempt=take_attempt(paths, job_id="1", restart=0).attempt, job_id="1", heard=heard.append
     )
     journal.write(make_event("cause", cause="preemption"))
-    take_epoch(paths, job_id="2", restart=0)
+    take_attempt(paths, job_id="2", restart=0)
     for event in ({"event": "pruned", "name": "step_000001"}, {"event": "stranger", "reason": "no token"}):
         journal.write(make_events([event])[0])
     journal.write(make_event("fenced", exit_code=20))

@@ -1,4 +1,4 @@
-"""The command lines of a generation."""
+"""The command lines of a restart."""
 
 import re
 from pathlib import Path
@@ -23,9 +23,9 @@ from verl_slurm.wire.messages import Launch
 
 PATHS = RunPaths("/shared/me/run")
 LAUNCH = Launch(
-    generation=2, epoch=7, node_rank=1, master_addr="10.0.0.1", master_port=29500, resume="step_000004"
+    restart=2, attempt=7, node_rank=1, master_addr="10.0.0.1", master_port=29500, resume="step_000004"
 )
-LIFE = ["--run", "/shared/me/run", "--epoch", "7", "--resume", "step_000004"]
+LIFE = ["--run", "/shared/me/run", "--attempt", "7", "--resume", "step_000004"]
 
 
 @pytest.mark.parametrize("backend", ["native", "verl", "command", "ray"])
@@ -33,9 +33,9 @@ def test_all_attempts_of_a_run_continue_one_run_of_its_trackers(backend: str) ->
     config = msgspec.convert({"name": "mine", "trainer": {"backend": backend}}, RunConfig)
     first, later = (
         launcher.launcher_env(
-            {}, config, PATHS, msgspec.structs.replace(LAUNCH, epoch=epoch), Path(f"/run/{epoch}")
+            {}, config, PATHS, msgspec.structs.replace(LAUNCH, attempt=attempt), Path(f"/run/{attempt}")
         )
-        for epoch in (1, 2)
+        for attempt in (1, 2)
     )
     names = ("WANDB_RUN_ID", "SWANLAB_RUN_ID", "TENSORBOARD_DIR")
     assert [first[name] for name in names] == [later[name] for name in names]
@@ -106,7 +106,7 @@ def test_hash_seed_flight_records_and_place_of_compiled_code_are_ours_unless_the
         assert env["PYTHONHASHSEED"] == seed
     env = launcher.launcher_env({"TORCH_FR_BUFFER_SIZE": "7"}, RunConfig(), PATHS, LAUNCH, Path("/run/x"))
     assert env["TORCH_FR_BUFFER_SIZE"] == "7"
-    assert env["TORCH_FR_DUMP_TEMP_FILE"] == f"{PATHS.logs}/epoch_000007.gen_02.flight.rank_"
+    assert env["TORCH_FR_DUMP_TEMP_FILE"] == f"{PATHS.logs}/attempt_000007.restart_02.flight.rank_"
     none = msgspec.structs.replace(RunConfig(), health=HealthConfig(flight_records=0))
     assert not [
         name
@@ -307,8 +307,8 @@ def test_a_guest_learns_from_its_environment_whose_life_it_leads() -> None:
     assert {key: value for key, value in env.items() if key.startswith("VERL_SLURM_")} == {
         "VERL_SLURM_CONTROL": "/run/x",
         "VERL_SLURM_RUN": "/shared/me/run",
-        "VERL_SLURM_EPOCH": "7",
-        "VERL_SLURM_GENERATION": "2",
+        "VERL_SLURM_ATTEMPT": "7",
+        "VERL_SLURM_RESTART": "2",
         "VERL_SLURM_RESUME": "step_000004",
     }
     assert env["PYTHONPATH"] == "/mine:/x"

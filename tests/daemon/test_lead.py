@@ -10,7 +10,7 @@ from verl_slurm_daemon.lead.lead_loop import Lead
 from tests.journals import read_events
 from verl_slurm.base.errors import Fenced
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.base.fence import Epoch, take_epoch
+from verl_slurm.base.fence import RunOwner, take_attempt
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig
@@ -28,7 +28,7 @@ class OfACancelledJob(LocalAllocation):
     async def cancelled_before(self) -> str:
         return "job 7, which this one follows, is CANCELLED"
 
-    async def still_alive(self, owner: Epoch) -> str:
+    async def still_alive(self, owner: RunOwner) -> str:
         return self._owned
 
     async def withdraw(self) -> str:
@@ -78,7 +78,7 @@ def test_a_journal_that_cannot_be_read_at_the_start_costs_one_start_and_not_the_
 
 
 def test_a_job_that_comes_second_does_not_wait_held_for_the_run(paths: RunPaths) -> None:
-    take_epoch(paths, job_id="7", restart=0, cluster="slurm")
+    take_attempt(paths, job_id="7", restart=0, cluster="slurm")
     config = RunConfig()
     allocation = OfACancelledJob(config, paths, owned="job 7 is RUNNING")
     with pytest.raises(Fenced):

@@ -19,7 +19,7 @@ CONFIG = parse_config(b"name: run\nmodel: {path: m}\ndata: {root: d}\n", "run.ya
 
 def takes_over(paths: RunPaths) -> tuple[Lead, Journal]:
     lead = Lead(paths, CONFIG, LocalAllocation(CONFIG, paths))
-    journal = Journal(paths, epoch=9, job_id="7", heard=lead._journaled)
+    journal = Journal(paths, attempt=9, job_id="7", heard=lead._journaled)
     lead._status.attempt = 9
     lead._take_over()
     return lead, journal

@@ -54,7 +54,7 @@ def test_new_rollouts_are_added_up_over_ranks_and_starts() -> None:
         live.feed(message, now)
     live.feed(progress(0, new_rollouts=4), 3.0)
     assert (live.num_rollouts, live.rollouts_at) == (8, 2.0)
-    live.new_generation()
+    live.new_restart()
     live.feed(progress(0, new_rollouts=3), 9.0)
     assert (live.num_rollouts, live.rollouts_at) == (11, 9.0)
 
@@ -66,7 +66,7 @@ def test_memory_is_what_a_rank_said_and_no_other_has_a_number() -> None:
     live.feed(progress(0, gpu_memory_percent=91.5), 1.0)
     live.feed(progress(0), 2.0)
     assert live.gpu_percent == {0: 91.5}
-    live.new_generation()
+    live.new_restart()
     assert (live.gpu_percent, live.heard) == ({}, {})
     live = LiveNumbers(range(2))
     for rank in (-1, 2, 10**9):

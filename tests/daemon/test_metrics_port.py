@@ -63,7 +63,7 @@ def lead_of(paths: RunPaths, clock: Clock, **observability: Any) -> tuple[LeadMe
     status = Status(state="running", job_id="7", steps=10)
     metrics = LeadMetrics(paths, config(**observability), status, clock)
     asyncio.run(metrics.read_back())
-    return metrics, Journal(paths, epoch=1, job_id="7", heard=metrics.journaled), status
+    return metrics, Journal(paths, attempt=1, job_id="7", heard=metrics.journaled), status
 
 
 def samples(page: bytes) -> Sample:
@@ -169,7 +169,7 @@ def test_without_a_gpu_its_memory_has_no_number_and_a_steps_end_counts_for_goodp
     assert value(page_of(metrics), "verl_rollout_queue_length") == 0
 
 
-def test_counters_go_on_where_the_former_incarnation_left_them(paths: RunPaths, clock: Clock) -> None:
+def test_counters_go_on_where_the_former_attempt_left_them(paths: RunPaths, clock: Clock) -> None:
     first, journal, _ = lead_of(paths, clock)
     journal.write(make_event("started", requeues=0))
     journal.write(make_event("restart", number=1, resume=None))

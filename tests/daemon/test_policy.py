@@ -76,7 +76,7 @@ def noted(actions: list[act.Action]) -> list[str]:
 
 def test_a_signal_alone_asks_slurm_and_one_to_the_lead_meanwhile_is_asked_about_next() -> None:
     story = Story(inputs.Ready(2))
-    assert (story.model.state, kinds(story.actions)) == (State.LAUNCHING, [act.StartGeneration])
+    assert (story.model.state, kinds(story.actions)) == (State.LAUNCHING, [act.StartRanks])
     story.then(progress())
     assert kinds(story.then(inputs.SignalArrived("SIGUSR1", "lead"))) == [act.AskCause]
     assert story.model.state is State.RUNNING
@@ -112,7 +112,7 @@ def test_each_cause_has_its_own_end(kind: CauseKind, done: list[type], code: Exi
     if act.SaveRequest in done:
         story.then(saved(1))
         story.then(inputs.SaveReadBack(SAVED, True, ""))
-    story.then(inputs.GenerationEnded(1))
+    story.then(inputs.RanksEnded(1))
     if act.AskRequeue in done:
         story.then(inputs.RequeueAnswered(ExitCode.REQUEUED, "job 8 follows this one"))
     end = story.actions[-1]
@@ -126,7 +126,7 @@ def test_a_preemption_without_ranks_requeues_at_once(before: str) -> None:
     story = Story(inputs.Ready(2))
     if before == "the next restart":
         story.then(progress())
-        story.then(inputs.GenerationEnded(1))
+        story.then(inputs.RanksEnded(1))
     assert kinds(story.then(cause("preemption")))[0] is act.AskRequeue
 
 
@@ -135,7 +135,7 @@ def test_a_preemption_saves_verifies_requeues_and_exits_when_all_is_gone(kind: C
     story = training()
     assert story.then(cause(kind))[-1] == act.SaveRequest(request_id=1, stop=True, seconds_left=25.0)
     assert kinds(story.then(saved(1))) == [act.Verify]
-    assert story.then(inputs.GenerationEnded(0)) == []
+    assert story.then(inputs.RanksEnded(0)) == []
     assert kinds(story.then(inputs.SaveReadBack(SAVED, True, ""))) == [act.AskRequeue]
     last = story.then(inputs.RequeueAnswered(ExitCode.REQUEUED, "starts in 10 s"))
     assert last == [act.Exit(ExitCode.REQUEUED, "starts in 10 s")]
@@ -174,13 +174,13 @@ def test_a_wished_requeue_is_answered_by_a_later_save_and_done_after_a_crash() -
     crashed = training()
     crashed.then(cause("operator_requeue", None))
     crashed.then(inputs.NodeFailed("n1", "killed"))
-    assert kinds(crashed.then(inputs.GenerationEnded(1))) == [act.AskRequeue]
+    assert kinds(crashed.then(inputs.RanksEnded(1))) == [act.AskRequeue]
 
 
 def test_a_lost_service_is_a_crash_before_the_ranks_run_and_afterwards_a_save_without_a_deadline() -> None:
     story = Story(inputs.Ready(1))
     assert kinds(story.then(inputs.ServiceLost("service judge: no model here"))) == [act.TakeDown]
-    crash, pause = story.then(inputs.GenerationEnded(0))
+    crash, pause = story.then(inputs.RanksEnded(0))
     assert isinstance(crash, act.Note)
     assert crash.event.detail == "service judge: no model here"  # type: ignore[attr-defined]
     assert isinstance(pause, act.Pause)
@@ -190,7 +190,7 @@ def test_a_lost_service_is_a_crash_before_the_ranks_run_and_afterwards_a_save_wi
     assert request == act.SaveRequest(request_id=1, stop=True)
     assert not story.then(inputs.ServiceLost("service sandbox: gone"))
     # A rank waits for the service in its step, and never comes to the save.
-    hung = inputs.Hung(story.model.generation, "n1", "silent")
+    hung = inputs.Hung(story.model.restart, "n1", "silent")
     assert kinds(story.then(hung)) == [act.AskRequeue, act.TakeDown]
 
 
@@ -212,8 +212,8 @@ def test_a_wished_requeue_whose_save_fails_leaves_the_ranks_at_work_and_says_so(
 
 def test_a_rank_that_hangs_in_the_save_of_a_wished_requeue_does_not_hold_the_job_to_its_limit() -> None:
     story = wished()
-    assert not story.then(inputs.Hung(story.model.generation - 1, "n1", "of the generation before"))
-    assert kinds(story.then(inputs.Hung(story.model.generation, "n1", "silent"))) == [
+    assert not story.then(inputs.Hung(story.model.restart - 1, "n1", "of the restart before"))
+    assert kinds(story.then(inputs.Hung(story.model.restart, "n1", "silent"))) == [
         act.AskRequeue,
         act.TakeDown,
     ]
@@ -221,7 +221,7 @@ def test_a_rank_that_hangs_in_the_save_of_a_wished_requeue_does_not_hold_the_job
     assert bounded.model.saves_unbounded  # so the lead goes on to look how near its limit is
     bounded.then(cause("preemption", 20.0))
     assert not bounded.model.saves_unbounded
-    assert not bounded.then(inputs.Hung(bounded.model.generation, "n1", "silent"))
+    assert not bounded.then(inputs.Hung(bounded.model.restart, "n1", "silent"))
 
 
 @pytest.mark.scenario("P03")
@@ -257,10 +257,10 @@ def test_an_answer_that_comes_late_or_that_nobody_asked_for_is_not_waited_for() 
     [
         ((), inputs.SaveDeadline(), ["degraded"]),
         ((), inputs.RankSaid(msg.RankSaveFailed(rank=1, request_id=1, reason="no space")), ["save_failed"]),
-        ((), inputs.GenerationEnded(1), ["degraded"]),  # the ranks died in the save
+        ((), inputs.RanksEnded(1), ["degraded"]),  # the ranks died in the save
         ((on_nodes(7),), inputs.SaveDeadline(), ["degraded"]),  # of another request
         ((on_nodes(1),), inputs.SaveDeadline(), ["saved", "one_copy"]),
-        ((on_nodes(1),), inputs.GenerationEnded(137), ["saved", "one_copy"]),
+        ((on_nodes(1),), inputs.RanksEnded(137), ["saved", "one_copy"]),
         ((on_nodes(1), saved(1)), inputs.SaveReadBack(SAVED, True, ""), ["verified"]),
         ((on_nodes(1), saved(1)), inputs.SaveDeadline(), ["one_copy"]),
         ((saved(1),), inputs.SaveReadBack(SAVED, False, "actor/x: sha256"), ["corrupt"]),
@@ -326,7 +326,7 @@ def test_a_cancel_in_the_middle_of_a_preemption_wins(when: str) -> None:
     story.then(cause("preemption"))
     assert story.model.intent is Intent.CANCELLED, "nothing revives it"
     story.then(inputs.SaveDeadline())
-    story.then(inputs.GenerationEnded(0))
+    story.then(inputs.RanksEnded(0))
     assert (act.AskRequeue() in story.actions) == (when == "leaving")
     assert story.actions[-1].code is ExitCode.CANCELLED  # type: ignore[union-attr]
 
@@ -381,7 +381,7 @@ def test_starts_that_storage_stops_wait_longer_each_time_and_are_held_at_last() 
     assert (end.code, "25 attempts" in end.reason) == (ExitCode.NO_ROOM, True)
 
 
-ENDED = inputs.GenerationEnded(1)
+ENDED = inputs.RanksEnded(1)
 
 
 FULL = "rank 0: OSError: [Errno 28] No space left on device"
@@ -437,7 +437,7 @@ def test_each_of_our_ranks_has_to_speak_in_time_and_of_a_users_loop_any() -> Non
 @pytest.mark.scenario("FLT-A")
 def test_a_last_save_that_cannot_be_read_back_is_not_called_corrupt() -> None:
     finished = [inputs.RankSaid(msg.Finished(rank=rank, step=3)) for rank in (0, 1)]
-    story = Story(inputs.Ready(2), progress(), saved(0), *finished, inputs.GenerationEnded(0))
+    story = Story(inputs.Ready(2), progress(), saved(0), *finished, inputs.RanksEnded(0))
     done = story.then(inputs.SaveReadBack(SAVED, False, "Input/output error", unreadable=True))
     notes = [action.event for action in done if isinstance(action, act.Note)]
     assert "cannot be read back: Input/output error" in notes[0].text
@@ -457,7 +457,7 @@ def test_user_code_that_never_worked_ends_the_run_at_once() -> None:
     story = Story(inputs.Ready(2))
     assert kinds(story.then(raised(worked=False))) == [act.TakeDown]
     assert story.then(raised(1, worked=False)) == []
-    assert story.then(inputs.GenerationEnded(1)) == [act.Exit(ExitCode.DATA, "KeyError: 'gone' at r.py:7")]
+    assert story.then(inputs.RanksEnded(1)) == [act.Exit(ExitCode.DATA, "KeyError: 'gone' at r.py:7")]
 
 
 @pytest.mark.scenario("USE11")
@@ -465,12 +465,12 @@ def test_user_code_that_worked_is_started_once_more_and_then_ends_the_run() -> N
     story = training()
     assert kinds(story.then(raised(worked=True))) == [act.TakeDown]
     assert story.then(raised(1, worked=True)) == []
-    assert kinds(story.then(inputs.GenerationEnded(1))) == [act.Pause]
-    assert kinds(story.then(inputs.BackoffOver(1))) == [act.StartGeneration]
+    assert kinds(story.then(inputs.RanksEnded(1))) == [act.Pause]
+    assert kinds(story.then(inputs.BackoffOver(1))) == [act.StartRanks]
     replayed = msg.Progress(rank=0, step=3, phase="generate", index=1, safe_points=1, new_rollouts=0)
     story.then(inputs.RankSaid(replayed))
     assert kinds(story.then(raised(worked=True))) == [act.TakeDown]
-    (end,) = [a for a in story.then(inputs.GenerationEnded(1)) if isinstance(a, act.Exit)]
+    (end,) = [a for a in story.then(inputs.RanksEnded(1)) if isinstance(a, act.Exit)]
     assert end.code is ExitCode.DATA
 
 
@@ -488,17 +488,17 @@ def test_a_crash_is_started_anew_until_the_budget_is_spent_which_a_verified_chec
     story = training()
     assert kinds(story.then(inputs.NodeFailed("n2", "rank 1 was killed"))) == [act.TakeDown]
     assert story.then(inputs.NodeFailed("n1", "connection reset")) == []
-    assert story.then(inputs.GenerationEnded(22))[-1] == act.Pause(0.0)  # it had sampled something new
-    assert story.then(inputs.BackoffOver(0))[-1] == act.StartGeneration(2)
+    assert story.then(inputs.RanksEnded(22))[-1] == act.Pause(0.0)  # it had sampled something new
+    assert story.then(inputs.BackoffOver(0))[-1] == act.StartRanks(2)
     for _ in range(3 * LIMITS.crash_budget):
         story.then(inputs.SaveReadBack("step_000004", True, ""))
         assert story.model.failed == (), "and no node is suspected any more"
-        assert kinds(story.then(inputs.GenerationEnded(1))) == [act.Pause]
+        assert kinds(story.then(inputs.RanksEnded(1))) == [act.Pause]
         story.then(inputs.BackoffOver(0))
     for _ in range(LIMITS.crash_budget - 1):
-        assert kinds(story.then(inputs.GenerationEnded(1))) == [act.Pause]
+        assert kinds(story.then(inputs.RanksEnded(1))) == [act.Pause]
         story.then(inputs.BackoffOver(0))
-    assert kinds(story.then(inputs.GenerationEnded(1))) == [act.AskRequeue]
+    assert kinds(story.then(inputs.RanksEnded(1))) == [act.AskRequeue]
 
 
 @pytest.mark.parametrize(
@@ -508,11 +508,11 @@ def test_what_the_trainer_refuses_is_not_tried_again(code: int, end: ExitCode) -
     story = Story(inputs.Ready(2))
     refused = msg.RankRefused(rank=0, exit_code=code, reason="another layout")
     assert kinds(story.then(inputs.RankSaid(refused))) == [act.TakeDown]
-    assert story.then(inputs.GenerationEnded(1)) == [act.Exit(end, "another layout")]
+    assert story.then(inputs.RanksEnded(1)) == [act.Exit(end, "another layout")]
 
 
 DONE = tuple(inputs.RankSaid(msg.Finished(rank=rank, step=30)) for rank in (0, 1))
-GONE = inputs.GenerationEnded(0)
+GONE = inputs.RanksEnded(0)
 GOOD, BAD = inputs.SaveReadBack(SAVED, True, ""), inputs.SaveReadBack(SAVED, False, "sha256")
 OVER, AGAIN = act.Exit(ExitCode.OK, "all steps are done"), act.Pause(0.0)
 
@@ -547,27 +547,27 @@ def test_the_back_off_doubles_while_starts_bring_nothing_new() -> None:
     story.model = msgspec.structs.replace(story.model, limits=Limits(99, 1.0, 99))
     waits = []
     for _ in range(3):
-        waits += [a.seconds for a in story.then(inputs.GenerationEnded(1)) if isinstance(a, act.Pause)]
+        waits += [a.seconds for a in story.then(inputs.RanksEnded(1)) if isinstance(a, act.Pause)]
         story.then(inputs.BackoffOver(0))
     story.then(progress())
-    waits += [a.seconds for a in story.then(inputs.GenerationEnded(1)) if isinstance(a, act.Pause)]
+    waits += [a.seconds for a in story.then(inputs.RanksEnded(1)) if isinstance(a, act.Pause)]
     assert waits == [0.0, 1.0, 2.0, 0.0]
 
 
 @pytest.mark.scenario("L08")
 def test_starts_without_progress_end_the_run_with_their_own_exit_code() -> None:
     story = training()
-    story.then(inputs.GenerationEnded(1))
+    story.then(inputs.RanksEnded(1))
     (end,) = story.then(inputs.BackoffOver(3, "3 restarts in a row; the last one: boom"))
     assert isinstance(end, act.Exit)
     assert (end.code, end.reason[-4:]) == (ExitCode.NO_PROGRESS, "boom")
 
 
 @pytest.mark.parametrize(
-    "then", [inputs.GenerationEnded(0), inputs.GenerationEnded(1), inputs.RunLost("attempt 2 of job 8")]
+    "then", [inputs.RanksEnded(0), inputs.RanksEnded(1), inputs.RunLost("attempt 2 of job 8")]
 )
 @pytest.mark.parametrize("saves", [False, True])
-def test_an_incarnation_that_lost_the_run_takes_its_ranks_down_and_says_so(
+def test_an_attempt_that_lost_the_run_takes_its_ranks_down_and_says_so(
     then: inputs.Input, saves: bool
 ) -> None:
     """Told again, it leaves without them: srun may wait for a node that is lost."""
@@ -585,23 +585,23 @@ def test_a_start_that_says_nothing_is_a_crash_and_an_old_timer_is_nothing() -> N
     story = Story(inputs.Ready(2))
     assert story.then(inputs.StartTimedOut(7)) == []
     assert kinds(story.then(inputs.StartTimedOut(1))) == [act.TakeDown]
-    assert kinds(story.then(inputs.GenerationEnded(0))) == [act.Pause]
+    assert kinds(story.then(inputs.RanksEnded(0))) == [act.Pause]
 
 
-def hung(generation: int = 1, node: str = "n2") -> inputs.Hung:
-    return inputs.Hung(generation, node, "rank 1 has passed no safe point for 300 s")
+def hung(restart: int = 1, node: str = "n2") -> inputs.Hung:
+    return inputs.Hung(restart, node, "rank 1 has passed no safe point for 300 s")
 
 
 def test_a_hang_writes_stacks_and_is_then_a_crash_with_a_budget_of_its_own() -> None:
     story = Story(inputs.Ready(2), progress())
-    assert story.then(hung(generation=0)) == [], "of a former restart"
+    assert story.then(hung(restart=0)) == [], "of a former restart"
     for number in range(1, LIMITS.hang_budget + 1):
         assert story.then(hung(number))[-1] == act.TakeDown(stacks=True)
-        assert kinds(story.then(inputs.GenerationEnded(9))) == [act.Pause]
-        assert kinds(story.then(inputs.BackoffOver(0))) == [act.StartGeneration]
+        assert kinds(story.then(inputs.RanksEnded(9))) == [act.Pause]
+        assert kinds(story.then(inputs.BackoffOver(0))) == [act.StartRanks]
         story.then(progress())
     story.then(hung(LIMITS.hang_budget + 1))
-    actions = story.then(inputs.GenerationEnded(9))
+    actions = story.then(inputs.RanksEnded(9))
     assert act.AskRequeue(avoid=("n2",)) in actions
     assert story.model.cause == "hang"
     saving = training()
@@ -614,7 +614,7 @@ def test_processes_that_do_not_end_are_ended_and_the_run_is_done() -> None:
     for rank in range(2):
         story.then(inputs.RankSaid(msg.Finished(rank=rank, step=30)))
     assert story.then(hung())[-1] == act.TakeDown(stacks=True)
-    assert story.then(inputs.GenerationEnded(9)) == [act.Exit(ExitCode.OK, "all steps are done")]
+    assert story.then(inputs.RanksEnded(9)) == [act.Exit(ExitCode.OK, "all steps are done")]
 
 
 def test_a_node_that_is_lost_again_and_again_is_left_behind() -> None:
@@ -622,7 +622,7 @@ def test_a_node_that_is_lost_again_and_again_is_left_behind() -> None:
     actions: list[act.Action] = []
     for _ in range(LIMITS.node_budget + 1):
         story.then(inputs.NodeFailed("n2", "the agent is gone without a word", lost=True))
-        actions = story.then(inputs.GenerationEnded(1))
+        actions = story.then(inputs.RanksEnded(1))
         story.then(inputs.BackoffOver(0))
         story.then(progress())
     assert act.AskRequeue(avoid=("n2",)) in actions
@@ -658,7 +658,7 @@ _ABSENT = "the key file cannot be read: /k (found No such file or directory)"
 def test_what_is_absent_is_the_environments_fault_once_ranks_have_trained(
     said: inputs.Input, trained: bool
 ) -> None:
-    story = Story(inputs.Ready(2, trained=trained), said, inputs.GenerationEnded(1))
+    story = Story(inputs.Ready(2, trained=trained), said, inputs.RanksEnded(1))
     crashes = [one.event for one in story.actions if isinstance(one, act.Note)]
     kinds_of_crash = [event.kind for event in crashes if isinstance(event, Crash)]
     # Before that, a wrong path is more likely: it counts, or ends the run.

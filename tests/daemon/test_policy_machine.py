@@ -52,9 +52,9 @@ class Policy(RuleBasedStateMachine):
         if not isinstance(action, act.Note):
             self.done.append(action)
         match action:
-            case act.StartGeneration(number):
+            case act.StartRanks(number):
                 assert not self.step, "two restarts at once"
-                assert number == sum(isinstance(one, act.StartGeneration) for one in self.done)
+                assert number == sum(isinstance(one, act.StartRanks) for one in self.done)
                 self.step = True
             case act.AskCause():
                 assert "cause" not in self.owed, "two questions at once"
@@ -156,7 +156,7 @@ class Policy(RuleBasedStateMachine):
     @rule(code=st.sampled_from([0, 1]))
     def the_step_ends(self, code: int) -> None:
         self.step = False
-        self.feed(inputs.GenerationEnded(code))
+        self.feed(inputs.RanksEnded(code))
 
     @precondition(lambda self: any(isinstance(one, act.Verify) for one in self.owed))
     @rule(good=st.booleans(), pruned=st.booleans(), unreadable=st.booleans())
@@ -210,15 +210,15 @@ class Policy(RuleBasedStateMachine):
         self.feed(inputs.RankSaid(data.draw(st.sampled_from(words))))
 
     @precondition(lambda self: self.step)
-    @rule(data=st.data(), node=NODES, generation=st.sampled_from([0, 1, 2]))
-    def something_fails(self, data: st.DataObject, node: str, generation: int) -> None:
+    @rule(data=st.data(), node=NODES, restart=st.sampled_from([0, 1, 2]))
+    def something_fails(self, data: st.DataObject, node: str, restart: int) -> None:
         failures: list[inputs.Input] = [
             inputs.NodeFailed(node, "killed"),
             inputs.NodeFailed(node, "gone", lost=True),
             inputs.NodeFailed("", "Slurm was away", environment=True),
             inputs.StrangerFound(node, "eve"),
-            inputs.Hung(generation, node, "silent"),
-            inputs.StartTimedOut(generation, all_ranks=True),
+            inputs.Hung(restart, node, "silent"),
+            inputs.StartTimedOut(restart, all_ranks=True),
             inputs.ServiceLost("service judge: gone"),
             inputs.LeaveNode(node or "n3", "bad_node", "GPUs"),
             inputs.LeaveNode(node or "n3", "reclaimed", "AWS", 100.0),
@@ -253,7 +253,7 @@ class Policy(RuleBasedStateMachine):
             elif self.step:  # it trains on, or a save that nothing presses is hung in
                 if self.model.state is State.RUNNING or self.model.state is State.LAUNCHING:
                     return
-                self.feed(inputs.Hung(self.model.generation, "n1", "silent"))
+                self.feed(inputs.Hung(self.model.restart, "n1", "silent"))
                 if self.model.state in (State.SAVING, State.CHECKING):
                     self.the_step_ends(1)
         raise AssertionError(f"{self.model.state} after 50 answers")

@@ -44,7 +44,7 @@ def point(paths: RunPaths, ranks: int = 2, *more: str) -> ResumePoint:
     step = shard_step(paths.work(1), 4, ranks)
     for name in more:
         (step / name).touch()
-    save = LoopSave(guest="verl", step=4, epoch=1, world_size=ranks)
+    save = LoopSave(guest="verl", step=4, attempt=1, world_size=ranks)
     name = commit_tree(paths, save, {step.name: step}).name
     return ResumePoint(name, (), "", read_manifest(paths.checkpoints / name))
 
@@ -54,7 +54,7 @@ def started(paths: RunPaths, ranks: int, at: ResumePoint, *, leaving: bool = Fal
         event = asyncio.Event()
         if leaving:
             event.set()
-        journal = Journal(paths, epoch=1, job_id="1")
+        journal = Journal(paths, attempt=1, job_id="1")
         return await fit_ranks(config(ranks), at, event, journal)
 
     return asyncio.run(start())

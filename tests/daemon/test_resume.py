@@ -1,4 +1,4 @@
-"""Where a generation starts from: what was named, once; then the newest that verifies."""
+"""Where a restart starts from: what was named, once; then the newest that verifies."""
 
 import asyncio
 import errno
@@ -18,7 +18,7 @@ from tests.checkpoint.conftest import manifest_of, owns_it, stage
 from tests.checkpoint.sealed import KEY, KEYS, OTHER, save_sealed
 from tests.journals import append_event, read_events
 from verl_slurm.base.errors import CheckpointsAbsent, CheckpointsLost, Fenced, KeyRefused, TierError
-from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.fence import take_attempt
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.keys import Keyring, new_key_file
 from verl_slurm.base.paths import RunPaths
@@ -36,7 +36,7 @@ from verl_slurm.tiers.mover import sync
 def save(paths: RunPaths, step: int, safe_point: int = 0, **changes: object) -> Path:
     private_dir(paths.root)
     staging = stage(paths, step, safe_point)
-    return commit(staging, manifest_of(staging, **changes), epoch_check=owns_it)
+    return commit(staging, manifest_of(staging, **changes), attempt_check=owns_it)
 
 
 def ask_once(paths: RunPaths) -> None:
@@ -49,7 +49,7 @@ def ask_once(paths: RunPaths) -> None:
 def run(tmp_path: Path) -> RunPaths:
     paths = RunPaths(tmp_path / "run")
     private_dir(paths.root)
-    take_epoch(paths, job_id="1", restart=0)
+    take_attempt(paths, job_id="1", restart=0)
     return paths
 
 
@@ -91,16 +91,16 @@ def test_a_checkpoint_of_another_run_is_copied_even_over_ours_of_that_name(
     assert len(list(run.root.glob("ledger.before.*"))) == 1
 
 
-def test_an_incarnation_that_lost_the_run_tidies_up_nothing(run: RunPaths) -> None:
+def test_an_attempt_that_lost_the_run_tidies_up_nothing(run: RunPaths) -> None:
     save(run, 2)
     half_made = stage(run, 4)
-    take_epoch(run, job_id="2", restart=0)
+    take_attempt(run, job_id="2", restart=0)
     with pytest.raises(Fenced):
         find_resume_point(run, "auto", 1)
-    assert half_made.directory.exists(), "the save of the newer incarnation"
+    assert half_made.directory.exists(), "the save of the newer attempt"
 
 
-def test_a_new_epoch_alone_is_no_progress_and_a_rollout_is(run: RunPaths) -> None:
+def test_a_new_attempt_alone_is_no_progress_and_a_rollout_is(run: RunPaths) -> None:
     private_dir(run.ledger)
     before = find_resume_point(run, "auto", 1).progress
     run.ledger_segment(1, 0).write_bytes(bytes(HEAD_BYTES))
@@ -237,7 +237,9 @@ def _warned(run: RunPaths, name: str) -> list[str]:
     """What a start from there warns of."""
     point = ResumePoint(name, (), name)
     asyncio.run(
-        wait_for_checkpoints(lambda: point, run_config(), Journal(run, epoch=1, job_id="1"), asyncio.Event())
+        wait_for_checkpoints(
+            lambda: point, run_config(), Journal(run, attempt=1, job_id="1"), asyncio.Event()
+        )
     )
     return [event["text"] for event in read_events(run) if event["event"] == "warning"]
 
@@ -304,7 +306,7 @@ def _waits(run: RunPaths, *, leaves: bool = False, mounts: bool = False) -> Resu
         leaving = asyncio.Event()
         if leaves:
             leaving.set()
-        return await wait_for_checkpoints(find, run_config(), Journal(run, epoch=1, job_id="1"), leaving)
+        return await wait_for_checkpoints(find, run_config(), Journal(run, attempt=1, job_id="1"), leaving)
 
     return asyncio.run(story())
 

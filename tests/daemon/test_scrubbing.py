@@ -8,7 +8,7 @@ from verl_slurm_daemon.lead.scrubbing import scrub_next
 from tests.checkpoint.sealed import KEYS, save_sealed
 from tests.cli.test_checkpoints import make_run, save
 from verl_slurm.base.errors import Fenced
-from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.fence import take_attempt
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.frozen import store_frozen
 from verl_slurm.config.schema import CheckpointConfig
@@ -26,41 +26,41 @@ def run(tmp_path: Path) -> RunPaths:
     return paths
 
 
-def _epoch(run: RunPaths) -> int:
-    return take_epoch(run, job_id="1", restart=0).epoch
+def _attempt(run: RunPaths) -> int:
+    return take_attempt(run, job_id="1", restart=0).attempt
 
 
 def test_each_is_read_back_once_and_then_not_before_its_time(run: RunPaths) -> None:
-    epoch = _epoch(run)
+    attempt = _attempt(run)
     now = 2_000_000_000.0
     names = []
     for _ in range(2):
-        pause, told = scrub_next(run, CONFIG, epoch, now)
+        pause, told = scrub_next(run, CONFIG, attempt, now)
         assert (pause, told.good) == (0.0, True)
         names.append(told.name)
         append_event(run, told)
     assert names == ["step_000020", "step_000010"]
     now = max(read_history(run).judged_at.values())
-    pause, told = scrub_next(run, CONFIG, epoch, now)
+    pause, told = scrub_next(run, CONFIG, attempt, now)
     assert told is None
     assert 3000 < pause <= 3600
 
 
 def test_a_checkpoint_that_rotted_is_set_aside_and_the_next_is_read(run: RunPaths) -> None:
-    epoch = _epoch(run)
+    attempt = _attempt(run)
     (run.checkpoint(20) / "metadata.json").write_bytes(b"[]")
-    pause, told = scrub_next(run, CONFIG, epoch, 2e9)
+    pause, told = scrub_next(run, CONFIG, attempt, 2e9)
     assert (told.name, told.good, pause) == ("step_000020", False, 0.0)
     assert "metadata.json" in told.detail
     assert not run.checkpoint(20).exists()
     assert any(run.quarantine.iterdir())
-    assert scrub_next(run, CONFIG, epoch, 2e9)[1].name == "step_000010"
+    assert scrub_next(run, CONFIG, attempt, 2e9)[1].name == "step_000010"
 
 
 def test_what_others_may_write_is_said_and_left(run: RunPaths) -> None:
-    epoch = _epoch(run)
+    attempt = _attempt(run)
     (run.checkpoint(20) / "metadata.json").chmod(0o666)
-    pause, told = scrub_next(run, CONFIG, epoch, 2e9)
+    pause, told = scrub_next(run, CONFIG, attempt, 2e9)
     assert not told.good
     assert pause > 0
     assert run.checkpoint(20).exists()
@@ -72,14 +72,14 @@ def test_what_is_not_signed_with_the_runs_key_is_said_left_and_keeps_no_other_fr
     run = make_run(tmp_path / "run")
     save_sealed(run, 10)
     planted = save_sealed(run, 20, None)
-    epoch, names = _epoch(run), []
+    attempt, names = _attempt(run), []
     for _ in range(2):
-        _, told = scrub_next(run, CONFIG, epoch, 2e9, KEYS)
+        _, told = scrub_next(run, CONFIG, attempt, 2e9, KEYS)
         names.append((told.name, told.good))
         append_event(run, told)
     assert names == [("step_000020", False), ("step_000010", True)]
     assert planted.is_dir()
-    assert scrub_next(run, CONFIG, epoch, max(read_history(run).judged_at.values()), KEYS)[1] is None
+    assert scrub_next(run, CONFIG, attempt, max(read_history(run).judged_at.values()), KEYS)[1] is None
 
 
 def test_a_frozen_model_has_its_turn_after_the_checkpoints(run: RunPaths, tmp_path: Path) -> None:
@@ -87,9 +87,9 @@ def test_a_frozen_model_has_its_turn_after_the_checkpoints(run: RunPaths, tmp_pa
     (tmp_path / "model" / "config.json").write_bytes(b"{}")
     stored = store_frozen(run, tmp_path / "model", fingerprint(tmp_path / "model"))
     (stored / "config.json").write_bytes(b"[]")
-    epoch, told = _epoch(run), []
+    attempt, told = _attempt(run), []
     for _ in range(3):
-        told.append(scrub_next(run, CONFIG, epoch, 2e9)[1])
+        told.append(scrub_next(run, CONFIG, attempt, 2e9)[1])
         append_event(run, told[-1])
     assert [found.name for found in told] == ["step_000020", "step_000010", f"frozen/{stored.name}"]
     assert not told[-1].good
@@ -97,11 +97,11 @@ def test_a_frozen_model_has_its_turn_after_the_checkpoints(run: RunPaths, tmp_pa
 
 
 def test_a_fenced_lead_sets_nothing_aside(run: RunPaths) -> None:
-    epoch = _epoch(run)
-    take_epoch(run, job_id="2", restart=0)
+    attempt = _attempt(run)
+    take_attempt(run, job_id="2", restart=0)
     (run.checkpoint(20) / "metadata.json").write_bytes(b"[]")
     with pytest.raises(Fenced):
-        scrub_next(run, CONFIG, epoch, 2e9)
+        scrub_next(run, CONFIG, attempt, 2e9)
     assert run.checkpoint(20).exists()
 
 

@@ -13,7 +13,7 @@ from tests.builders import write_config
 from tests.cli.test_checkpoints import make_run, save
 from tests.journals import make_event
 from verl_slurm.base.errors import Fenced
-from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.fence import take_attempt
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.local_copy import local_directory
 from verl_slurm.checkpoint.store.verify import verify
@@ -31,7 +31,7 @@ class Node:
         config = load_resolved(self.paths.run_yaml)
         checkpoint = CheckpointConfig(local_dir=str(root / "nvme"))
         write_config(self.paths, msgspec.structs.replace(config, checkpoint=checkpoint))
-        self.epoch = take_epoch(self.paths, job_id="1", restart=0).epoch
+        self.attempt = take_attempt(self.paths, job_id="1", restart=0).attempt
         directory = local_directory(str(root / "nvme"), self.paths, "n1")
         assert directory is not None
         self.directory = directory
@@ -40,8 +40,8 @@ class Node:
         shutil.rmtree(self.paths.checkpoint(20))
 
     def bring_home(self, after: str = "") -> list[str]:
-        run_bring_home(self.paths.root, self.epoch, after)
-        return list(collect(self.paths, self.epoch))
+        run_bring_home(self.paths.root, self.attempt, after)
+        return list(collect(self.paths, self.attempt))
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_what_shared_storage_lacks_comes_home_and_is_resumed_from(node: Node) ->
     (line,) = node.bring_home("step_000010")
     assert line.startswith("step_000020: brought home")
     assert verify(node.paths.checkpoint(20)).ok
-    assert find_resume_point(node.paths, "auto", node.epoch).name == "step_000020"
+    assert find_resume_point(node.paths, "auto", node.attempt).name == "step_000020"
     assert node.bring_home("step_000010") == []
 
 
@@ -72,9 +72,9 @@ def test_what_is_older_than_the_checkpoint_to_resume_from_stays_where_it_is(node
 def test_parts_from_before_the_user_went_back_do_not_return(node: Node) -> None:
     """He named step 10: step 20 lies on the nodes' disks still, and is not what the run goes on from."""
     node.paths.resume_once.write_bytes(b"")
-    epoch = take_epoch(node.paths, job_id="2", restart=0).epoch
-    find_resume_point(node.paths, "step_000010", epoch)
-    node.epoch = epoch
+    attempt = take_attempt(node.paths, job_id="2", restart=0).attempt
+    find_resume_point(node.paths, "step_000010", attempt)
+    node.attempt = attempt
     assert node.bring_home("step_000010") == []
 
 
@@ -86,8 +86,8 @@ def test_a_part_without_the_others_is_named_and_makes_nothing(node: Node) -> Non
     assert not node.paths.checkpoint(20).exists()
 
 
-def test_a_fenced_incarnation_sends_nothing(node: Node) -> None:
-    take_epoch(node.paths, job_id="2", restart=0)
+def test_a_fenced_attempt_sends_nothing(node: Node) -> None:
+    take_attempt(node.paths, job_id="2", restart=0)
     with pytest.raises(Fenced):
         node.bring_home()
     assert not [path for path in node.paths.checkpoints.iterdir() if path.name.endswith(".tmp")]
@@ -98,7 +98,7 @@ def test_the_command_of_a_node_is_one_that_the_daemon_knows(node: Node) -> None:
 
     argv = daemon_argv("python", "bring-home", RunPaths("/run"), 7, "--after", "step_000010")
     parsed = _parser().parse_args(argv[4:])
-    assert (parsed.command, parsed.epoch, parsed.after) == ("bring-home", 7, "step_000010")
+    assert (parsed.command, parsed.attempt, parsed.after) == ("bring-home", 7, "step_000010")
 
 
 def test_what_lies_on_nodes_that_are_not_here_is_named_until_a_newer_save_is_on_shared_storage() -> None:

@@ -9,7 +9,7 @@ from tests.builders import write_config
 from tests.checkpoint.sealed import save_sealed
 from verl_slurm.base.errors import KeyRefused
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.fence import take_attempt
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.keys import Keyring, new_key_file
 from verl_slurm.base.paths import RunPaths
@@ -22,7 +22,7 @@ def test_only_signed_parts_come_home_and_a_node_without_the_key_says_so(tmp_path
     key = new_key_file(tmp_path / "run.key")
     keys = Keyring(key)
     paths = RunPaths(private_dir(tmp_path / "run"))
-    take_epoch(paths, job_id="1", restart=0)
+    take_attempt(paths, job_id="1", restart=0)
     write_config(paths, local_dir=tmp_path / "nvme", key_file=tmp_path / "run.key")
     local = local_directory(str(tmp_path / "nvme"), paths, this_node())
     assert local is not None

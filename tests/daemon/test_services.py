@@ -128,7 +128,7 @@ def test_services_beside_the_ranks_take_from_the_end_and_the_ranks_keep_the_rest
 
 def test_ranks_find_the_addresses_and_the_token_and_not_the_services_gpus() -> None:
     config = of(judge=ServiceConfig(command=("x",), gpus=1))
-    launch = Launch(generation=1, epoch=1, node_rank=0, master_addr="", master_port=1, resume="")
+    launch = Launch(restart=1, attempt=1, node_rank=0, master_addr="", master_port=1, resume="")
     launch.services["judge"] = "10.0.0.1:8000,10.0.0.2:8000"
     found = variables_of_ranks(config, launch, "secret", {"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
     assert found == {
@@ -204,9 +204,9 @@ class HostStory:
 
         token = b"t" * 32
         server, port = await serve("127.0.0.1", token, 1, 4, on_link)
-        address = LeadAddress(epoch=1, generation=0, host="127.0.0.1", port=port, token=token.hex())
+        address = LeadAddress(attempt=1, restart=0, host="127.0.0.1", port=port, token=token.hex())
         write_lead_address(self.paths, address)
-        words = ["service", "--run", str(self.paths.root), "--epoch", "1", "--name", "judge"]
+        words = ["service", "--run", str(self.paths.root), "--attempt", "1", "--name", "judge"]
         environ = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
         host = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "verl_slurm_daemon", *words), env=environ | python_path()

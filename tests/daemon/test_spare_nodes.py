@@ -146,7 +146,7 @@ class Story:
 
     def crash(self) -> tuple[Crash, list[act.Action]]:
         """The end of the step."""
-        note, *more = self.then(inputs.GenerationEnded(1))
+        note, *more = self.then(inputs.RanksEnded(1))
         assert isinstance(note, act.Note)
         assert isinstance(note.event, Crash)
         return note.event, more
@@ -161,12 +161,12 @@ def test_lost_nodes_are_replaced_at_once_and_without_a_requeue() -> None:
     crash, more = story.crash()
     assert (crash.kind, crash.node, crash.replaced) == ("node", "n2", True)
     assert more == [act.Pause(0.0)]
-    assert story.then(inputs.BackoffOver(0)) == [act.StartGeneration(2, ("n2",))]
+    assert story.then(inputs.BackoffOver(0)) == [act.StartRanks(2, ("n2",))]
     story = Story()
     story.then(LOST)
     story.then(inputs.NodeFailed("n1", "the agent is gone without a word", lost=True))
     story.crash()
-    assert story.then(inputs.BackoffOver(0)) == [act.StartGeneration(2, ("n2", "n1"))]
+    assert story.then(inputs.BackoffOver(0)) == [act.StartRanks(2, ("n2", "n1"))]
 
 
 def test_the_loss_of_a_node_explains_what_its_peers_said_before() -> None:
@@ -199,7 +199,7 @@ def test_a_node_that_fails_its_check_is_replaced_and_a_job_with_too_few_is_reque
     assert story.then(inputs.LeaveNode("n3", "bad_node", "clock: 90 s ahead")) == [act.TakeDown()]
     crash, _ = story.crash()
     assert (crash.node, crash.replaced) == ("n3", True)
-    assert story.then(inputs.BackoffOver(0)) == [act.StartGeneration(3, ("n2", "n3"))]
+    assert story.then(inputs.BackoffOver(0)) == [act.StartRanks(3, ("n2", "n3"))]
     story = Story()
     story.then(LOST)
     story.crash()
@@ -207,7 +207,7 @@ def test_a_node_that_fails_its_check_is_replaced_and_a_job_with_too_few_is_reque
     # As `effects` says it: no step was started.
     asked = story.then(inputs.CauseKnown("failed", "the job has 1 nodes left", None))
     assert [type(action) for action in asked] == [act.Note, act.AskRequeue, act.TakeDown]
-    story.then(inputs.GenerationEnded(1))
+    story.then(inputs.RanksEnded(1))
     assert story.model.state is State.LEAVING
 
 

@@ -76,7 +76,7 @@ def test_the_next_restart_takes_it_and_no_other_does(tmp_path: Path) -> None:
         await stage.started()
         step = await stage.standby.take(2, 1)
         assert step is not None
-        assert (step.generation, step.stands) == (2, True)
+        assert (step.restart, step.stands) == (2, True)
         assert stage.allocation.kept is step.processes, "its agents outlive this node"
         assert await stage.standby.take(2, 1) is None
         await step.end()

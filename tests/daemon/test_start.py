@@ -20,7 +20,7 @@ from tests.harness import ROOT
 from tests.journals import append_event, read_events
 from tests.local_runs import lead, until
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.base.fence import read_epoch, take_epoch
+from verl_slurm.base.fence import read_owner, take_attempt
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.loop_checkpoint import LoopSave, clear_work, commit_tree
@@ -78,12 +78,12 @@ def outcome(process: "subprocess.Popen[str]") -> tuple[int | str, str]:
 def committed(paths: RunPaths, step: int) -> str:
     """A checkpoint as a guest of this run would have written it."""
     with patch("verl_slurm.base.fence.socket.gethostname", return_value="another-host"):
-        epoch = (read_epoch(paths) or take_epoch(paths, job_id="local-1", restart=0)).epoch
-    work = clear_work(paths, epoch)
+        attempt = (read_owner(paths) or take_attempt(paths, job_id="local-1", restart=0)).attempt
+    work = clear_work(paths, attempt)
     private_dir(work / "guest")
     write_file(work / "guest" / "state", b"state")
     private_dir(paths.checkpoints)
-    save = LoopSave(guest="loop", step=step, epoch=epoch, world_size=2)
+    save = LoopSave(guest="loop", step=step, attempt=attempt, world_size=2)
     return commit_tree(paths, save, {"guest": work / "guest"}).name
 
 
@@ -222,7 +222,7 @@ def test_a_fenced_lead_that_waits_leaves_within_seconds(tmp_path: Path) -> None:
     while not any(" joined " in log.read_text() for log in paths.logs.glob("*.agent.log")):
         assert process.poll() is None
         time.sleep(0.05)  # its own agent's word that it is there: after it nothing comes
-    take_epoch(paths, job_id="8", restart=0)
+    take_attempt(paths, job_id="8", restart=0)
     since = time.monotonic()
     code, out = outcome(process)
     assert code == ExitCode.FENCED, out

@@ -59,7 +59,7 @@ def met(model: Model) -> tuple[Model, list[act.Action]]:
         inputs.StrangerFound("n1", "rank 0: in the place of rank 1"),
         inputs.RankSaid(raised),
         inputs.NodeFailed("n1", "rank 0 ended with 12"),
-        inputs.GenerationEnded(1),
+        inputs.RanksEnded(1),
     ):
         decision = decide(model, event)
         model = decision.model

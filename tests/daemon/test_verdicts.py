@@ -19,7 +19,7 @@ def saved(tmp_path: Path) -> Path:
     paths = RunPaths(tmp_path / "run")
     private_dir(paths.root)
     staging = stage(paths, 2, 0)
-    return commit(staging, manifest_of(staging), epoch_check=owns_it)
+    return commit(staging, manifest_of(staging), attempt_check=owns_it)
 
 
 @pytest.fixture

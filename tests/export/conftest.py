@@ -96,7 +96,7 @@ class Trained:
             domains,
             provenance(dataset_fingerprint=changes.get("fingerprint", "0" * 64), **known),
             alone,
-            epoch_check=lambda: None,
+            attempt_check=lambda: None,
             encryption=changes.get("encryption"),
         )
         try:

@@ -166,7 +166,7 @@ def cut_in_two(whole: Path, paths: RunPaths) -> Path:
     names = [p.relative_to(staging.directory).as_posix() for p in staging.directory.rglob("*") if p.is_file()]
     entries = tuple(door.seal(staging.directory, sorted(names)))
     manifest = msgspec.structs.replace(read_manifest(whole), files=entries, digest="")
-    return door.commit(staging, manifest, epoch_check=lambda: None)
+    return door.commit(staging, manifest, attempt_check=lambda: None)
 
 
 def test_what_several_ranks_wrote_gives_the_same_files(

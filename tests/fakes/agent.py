@@ -21,7 +21,7 @@ from verl_slurm.wire.messages import FromRank, SaveRequest
 class Agent:
     """Listens to one guest of a run."""
 
-    def __init__(self, paths: RunPaths, *, epoch: int = 1, resume: str = "") -> None:
+    def __init__(self, paths: RunPaths, *, attempt: int = 1, resume: str = "") -> None:
         self._place = tempfile.TemporaryDirectory(prefix="guest-")  # a socket's path may have 108 bytes
         control = Path(self._place.name)
         self.page = ControlPage.create(control / PAGE_NAME)
@@ -31,7 +31,7 @@ class Agent:
         self.environ = {
             "VERL_SLURM_CONTROL": str(control),
             "VERL_SLURM_RUN": str(paths.root),
-            "VERL_SLURM_EPOCH": str(epoch),
+            "VERL_SLURM_ATTEMPT": str(attempt),
             "VERL_SLURM_RESUME": resume,
             "RANK": "0",
             "WORLD_SIZE": "1",

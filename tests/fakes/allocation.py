@@ -14,7 +14,7 @@ from verl_slurm_daemon.decide import inputs
 from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.lead.attempt import Attempt
 
-from verl_slurm.base.fence import Epoch
+from verl_slurm.base.fence import RunOwner
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig
 
@@ -26,7 +26,7 @@ def first_attempt(
     post: Callable[[inputs.Input], None] = lambda _: None,
 ) -> Attempt:
     """The first attempt of a run, in the job of an allocation that says what it is told to."""
-    journal = Journal(paths, epoch=1, job_id="7")
+    journal = Journal(paths, attempt=1, job_id="7")
     return Attempt(config, allocation or ScriptedAllocation(), journal, post)
 
 
@@ -64,7 +64,7 @@ class ScriptedAllocation(Allocation):
     ) -> inputs.RequeueAnswered | str:
         return self.answers.pop(0)
 
-    async def still_alive(self, owner: Epoch) -> str:
+    async def still_alive(self, owner: RunOwner) -> str:
         return ""
 
     async def avoid(self, nodes: Sequence[str], before: Collection[str]) -> Avoided:

@@ -12,7 +12,7 @@ import torch
 
 from tests.builders import run_config
 from tests.processes import free_port
-from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.fence import take_attempt
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.config import load
@@ -48,7 +48,7 @@ def begin(paths: RunPaths, line: RankLine, device: torch.device, ranks: Collecti
     return build_loop(
         load.load_resolved(paths.run_yaml),
         paths,
-        epoch=take_epoch(paths, job_id="test", restart=restart).epoch,
+        attempt=take_attempt(paths, job_id="test", restart=restart).attempt,
         resume=choose_resume(paths, "auto").name or "",
         device=device,
         ranks=ranks,

@@ -4,7 +4,7 @@ They stand for `verl_slurm_daemon` and for the trainer. The real ones neither di
 when asked, and a real rank takes seconds to import torch. The rank computes nothing, and its tensors are no tensors.
 
 Started as a script in place of `python -m verl_slurm_daemon`: `faulty_processes.py lead|agent ...`, and by that agent
-`faulty_processes.py rank RUN EPOCH RESUME`. What is bent is said by `VS_HOSTILE`, a JSON object:
+`faulty_processes.py rank RUN ATTEMPT RESUME`. What is bent is said by `VS_HOSTILE`, a JSON object:
 
     dies_at      the lead kills itself with SIGKILL before so many of its calls that change a file
     eats         at `EAT` lead and agent take 64 MiB
@@ -140,7 +140,7 @@ def agent() -> None:
         __file__,
         "rank",
         str(paths.root),
-        str(launch.epoch),
+        str(launch.attempt),
         launch.resume,
     ]
     sys.exit(main())
@@ -156,7 +156,7 @@ def await_go() -> None:
         time.sleep(0.005)
 
 
-def rank(root: str, epoch: str, resume: str) -> None:
+def rank(root: str, attempt: str, resume: str) -> None:
     import numpy as np
 
     from verl_slurm.base.paths import RunPaths
@@ -170,7 +170,7 @@ def rank(root: str, epoch: str, resume: str) -> None:
     line = RankClient.connect(Path(os.environ[CONTROL_VARIABLE]))
     line.send(say.RankStarted(rank=0, pid=os.getpid()))
     # A run that said it had rollouts, and has no ledger, does not begin again by itself.
-    with Ledger(paths, int(epoch), 0) as ledger:
+    with Ledger(paths, int(attempt), 0) as ledger:
         ledger.append(step, 0, {"response": np.zeros(1, np.int32)})
     line.send(
         say.Progress(rank=0, step=step, phase="generate", index=0, safe_points=1, new_rollouts=1, metrics={})
@@ -188,7 +188,7 @@ def rank(root: str, epoch: str, resume: str) -> None:
 
     while step < int(BENT.get("saves", 0)):
         step += 1
-        saved(save(paths, step, int(epoch)), 0)
+        saved(save(paths, step, int(attempt)), 0)
         if "dies" in BENT and step < int(BENT["saves"]):
             await_go()
             sys.exit(3)
@@ -198,7 +198,7 @@ def rank(root: str, epoch: str, resume: str) -> None:
     while (request := line.request()) is None or not request.stop:
         time.sleep(0.005)  # a rank looks at the page between two safe points; there is nothing to wait on
     line.send(say.SaveStarted(rank=0, request_id=request.request_id, step=step, safe_point=1))
-    _ASKED[BENT.get("rank", "saves")](paths, step + 1, int(epoch), saved, request.request_id)
+    _ASKED[BENT.get("rank", "saves")](paths, step + 1, int(attempt), saved, request.request_id)
     line.send(say.Stopped(rank=0, request_id=request.request_id))
 
 
@@ -225,47 +225,47 @@ def _zombies(parent: int) -> int:
 Saved = Callable[[str, int], None]
 
 
-def _saves(paths: Any, step: int, epoch: int, saved: Saved, request_id: int) -> None:
-    name = save(paths, step, epoch)
+def _saves(paths: Any, step: int, attempt: int, saved: Saved, request_id: int) -> None:
+    name = save(paths, step, attempt)
     if "no_forks" in BENT:
         (Path(BENT["no_forks"]) / "pids.max").write_text("1")
     if "no_files" in BENT:
-        owner = json.loads((paths.root / "epoch").read_bytes())
+        owner = json.loads((paths.root / "attempt").read_bytes())
         used = max(int(fd) for fd in os.listdir(f"/proc/{owner['pid']}/fd"))
         _, hard = resource.prlimit(owner["pid"], resource.RLIMIT_NOFILE)
         resource.prlimit(owner["pid"], resource.RLIMIT_NOFILE, (min(3, used), hard))
     saved(name, request_id)
 
 
-def _saves_and_waits(paths: Any, step: int, epoch: int, saved: Saved, request_id: int) -> None:
+def _saves_and_waits(paths: Any, step: int, attempt: int, saved: Saved, request_id: int) -> None:
     """What is read back fails from the commit on: the test arranges that in between."""
-    name = save(paths, step, epoch)
+    name = save(paths, step, attempt)
     mark("saved")
     await_go()
     saved(name, request_id)
 
 
-def _answers_wrongly_first(paths: Any, step: int, epoch: int, saved: Saved, request_id: int) -> None:
+def _answers_wrongly_first(paths: Any, step: int, attempt: int, saved: Saved, request_id: int) -> None:
     """For another request, for a step that nobody saved; then rightly, twice, and then for another one again."""
     saved(f"step_{step + 7:06d}", request_id + 7)
     saved(f"step_{step + 8:06d}", request_id - 1)
-    name = save(paths, step, epoch)
+    name = save(paths, step, attempt)
     saved(name, request_id)
     saved(name, request_id)
     saved(f"step_{step + 9:06d}", request_id - 1)
 
 
-def _names_a_path(paths: Any, step: int, epoch: int, saved: Saved, request_id: int) -> None:
+def _names_a_path(paths: Any, step: int, attempt: int, saved: Saved, request_id: int) -> None:
     """What is found damaged is set aside: of the run's own checkpoints, and nothing else."""
     saved("../../victim", request_id)
 
 
-def _claims_what_is_not_there(paths: Any, step: int, epoch: int, saved: Saved, request_id: int) -> None:
+def _claims_what_is_not_there(paths: Any, step: int, attempt: int, saved: Saved, request_id: int) -> None:
     saved(f"step_{step + 7:06d}", request_id)
 
 
 def _says_that_it_failed_and_then_saved(
-    paths: Any, step: int, epoch: int, saved: Saved, request_id: int
+    paths: Any, step: int, attempt: int, saved: Saved, request_id: int
 ) -> None:
     """An answer after the attempt was given up: nothing of it lies under a checkpoint's name."""
     from verl_slurm.wire.messages import RankSaveFailed
@@ -275,7 +275,7 @@ def _says_that_it_failed_and_then_saved(
     saved(f"step_{step:06d}", request_id)
 
 
-def _is_held_in_the_middle(paths: Any, step: int, epoch: int, saved: Saved, request_id: int) -> None:
+def _is_held_in_the_middle(paths: Any, step: int, attempt: int, saved: Saved, request_id: int) -> None:
     from verl_slurm.checkpoint.store import commit
 
     def hold(*_: object) -> None:
@@ -283,7 +283,7 @@ def _is_held_in_the_middle(paths: Any, step: int, epoch: int, saved: Saved, requ
         os.kill(os.getpid(), signal.SIGSTOP)
 
     commit._rename = hold
-    save(paths, step, epoch)
+    save(paths, step, attempt)
 
 
 _ASKED = {
@@ -297,12 +297,12 @@ _ASKED = {
 }
 
 
-def save(paths: Any, step: int, epoch: int) -> str:
+def save(paths: Any, step: int, attempt: int) -> str:
     """A small whole checkpoint through the real commit; its name."""
     from tests.checkpoint.sealed import save_sealed
-    from verl_slurm.base.fence import require_epoch
+    from verl_slurm.base.fence import require_attempt
 
-    return save_sealed(paths, step, None, epoch=epoch, fence=lambda: require_epoch(paths, epoch)).name
+    return save_sealed(paths, step, None, attempt=attempt, fence=lambda: require_attempt(paths, attempt)).name
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def test_a_power_cut_loses_at_most_the_record_that_was_being_made_durable_and_a_
         if state.how in {"kill", "torn"}:
             assert len(numbers) >= acked["kept"], f"after {state.after}, {state.how}"
         lost_newest += len(numbers) < acked["kept"]
-        if run.ledger.exists():  # and the next life of this epoch goes on behind it
+        if run.ledger.exists():  # and the next life of this attempt goes on behind it
             with Ledger(run, 1, 0) as next_life:
                 next_life.append(9, 9, _batch(9))
             assert ledger_stats(run).problems == ()

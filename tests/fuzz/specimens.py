@@ -46,7 +46,7 @@ from verl_slurm.wire.framing import Framer
 from verl_slurm.wire.lead_file import LeadAddress
 from verl_slurm.wire.reward_plan import RewardPlan, RewardRequest
 
-KEY, EPOCH, RUN_ID = b"k" * 32, 3, "0123456789abcdef"
+KEY, ATTEMPT, RUN_ID = b"k" * 32, 3, "0123456789abcdef"
 _HASH = "ab" * 32
 DIGEST = "c0" * 8
 """Of what verl's responses answer."""
@@ -182,7 +182,7 @@ def logged_tokens() -> Sequence[bytes]:
 
 def in_segment(data: bytes) -> bytes:
     """A segment with that record."""
-    return head(EPOCH, 0) + frame(RUN_ID, 0, 0, seal_record(data))
+    return head(ATTEMPT, 0) + frame(RUN_ID, 0, 0, seal_record(data))
 
 
 # ---- ledger
@@ -195,25 +195,25 @@ def _record() -> bytes:
 
 def ledgers() -> Sequence[bytes]:
     records = [frame(RUN_ID, step, micro, _record()) for step, micro in ((0, 0), (0, 1), (1, 0))]
-    whole = head(EPOCH, 0) + b"".join(records)
-    return [whole, head(EPOCH, 0), whole + records[0][:40], whole[:100] + records[1]]
+    whole = head(ATTEMPT, 0) + b"".join(records)
+    return [whole, head(ATTEMPT, 0), whole + records[0][:40], whole[:100] + records[1]]
 
 
 def ledger_parts() -> Sequence[bytes]:
     records = [[step, micro, _record()] for step, micro in ((0, 0), (0, 1), (1, 0))]
-    return [bytes(msgpack.packb({"epoch": EPOCH, "rank": 0, "records": records}))]
+    return [bytes(msgpack.packb({"attempt": ATTEMPT, "rank": 0, "records": records}))]
 
 
 def seal_ledger(data: bytes) -> bytes:
     parts = _unpacked(data)
     try:
         records = b"".join(frame(RUN_ID, *record) for record in parts["records"])
-        return head(parts["epoch"], parts["rank"]) + records
+        return head(parts["attempt"], parts["rank"]) + records
     except (TypeError, KeyError, struct.error, OverflowError):
         # Overlapping records, every header whole: each asks for the CRC of all that follows.
         size = min(len(data), 4000) // 4
         fields = struct.pack("<4sIQII8s", b"VSLR", size * 4, 1, 1, zlib.crc32(data), bytes.fromhex(RUN_ID))
-        return head(EPOCH, 0) + (fields + struct.pack("<I", zlib.crc32(fields))) * max(size // 7, 1) + data
+        return head(ATTEMPT, 0) + (fields + struct.pack("<I", zlib.crc32(fields))) * max(size // 7, 1) + data
 
 
 # ---- JSON with a digest in it
@@ -230,7 +230,7 @@ def manifests() -> Sequence[bytes]:
         name="step_000012_sp0007",
         safe_point=7,
         phase="update",
-        epoch=EPOCH,
+        attempt=ATTEMPT,
         parent="step_000010",
         world_size=2,
         files=tuple(files),
@@ -308,8 +308,8 @@ def seal_fingerprint(data: bytes) -> bytes:
 # ---- small files of a run
 
 
-def epochs() -> Sequence[bytes]:
-    made = owner(epoch=EPOCH, cluster="slurm", job_id="12_3", restart=1, host="node1", pid=77)
+def attempts() -> Sequence[bytes]:
+    made = owner(attempt=ATTEMPT, cluster="slurm", job_id="12_3", restart=1, host="node1", pid=77)
     return [msgspec.json.encode(made)]
 
 
@@ -336,7 +336,7 @@ def reward_requests() -> Sequence[bytes]:
 def step_rows() -> Sequence[bytes]:
     row = {
         "time": "2025-01-01T00:00:00.000+00:00",
-        "epoch": 1,
+        "attempt": 1,
         "step": 7.0,
         "reward": 0.25,
         "eval/reward": 0.5,
@@ -360,14 +360,20 @@ def quarantine_reasons() -> Sequence[bytes]:
 def lead_addresses() -> Sequence[bytes]:
     return [
         msgspec.json.encode(
-            LeadAddress(epoch=EPOCH, generation=2, host="10.0.0.1", port=40123, token="c0" * 32)
+            LeadAddress(attempt=ATTEMPT, restart=2, host="10.0.0.1", port=40123, token="c0" * 32)
         )
     ]
 
 
 def statuses() -> Sequence[bytes]:
     made = Status(
-        state="running", job_id="12", attempt=EPOCH, step=7, steps=50, phase="update", metrics={"reward": 0.5}
+        state="running",
+        job_id="12",
+        attempt=ATTEMPT,
+        step=7,
+        steps=50,
+        phase="update",
+        metrics={"reward": 0.5},
     )
     return [msgspec.json.encode(made), b"{}"]
 
@@ -439,7 +445,7 @@ def orchestrations() -> Sequence[bytes]:
 
 def to_agent() -> Sequence[bytes]:
     launch = messages.Launch(
-        generation=1, epoch=3, node_rank=0, master_addr="10.0.0.1", master_port=1, resume=""
+        restart=1, attempt=3, node_rank=0, master_addr="10.0.0.1", master_port=1, resume=""
     )
     stop = messages.SaveRequest(request_id=1, stop=True, seconds_left=25.0)
     return [msgspec.msgpack.encode(message) for message in (launch, stop, messages.Shutdown())]
@@ -574,7 +580,7 @@ def data_rows() -> Sequence[bytes]:
 def samples() -> Sequence[bytes]:
     """A step of `samples.jsonl`."""
     sample = Sample(sample_id=1, prompt="1+1=", response="2", answer="2", reward=1.0, response_tokens=1)
-    step = StepSamples(time="2026-11-22", run=RUN_ID, epoch=1, step=3, responses=8, samples=[sample])
+    step = StepSamples(time="2026-11-22", run=RUN_ID, attempt=1, step=3, responses=8, samples=[sample])
     return [msgspec.json.encode(step)]
 
 

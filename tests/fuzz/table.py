@@ -27,7 +27,7 @@ from verl_slurm.base.errors import (
     SlurmMissing,
     WireError,
 )
-from verl_slurm.base.fence import read_epoch
+from verl_slurm.base.fence import read_owner
 from verl_slurm.base.one_line import json_line
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format import manifest, state_schema
@@ -109,12 +109,12 @@ def _ledger(paths: RunPaths) -> object:
 
 
 def _ledger_writer(paths: RunPaths) -> object:
-    with ledger.Ledger(paths, of.EPOCH, 0):
+    with ledger.Ledger(paths, of.ATTEMPT, 0):
         return None
 
 
 def _responses(paths: RunPaths) -> object:
-    found = rollout_records.RolloutLedger(paths, of.EPOCH + 1, 0)
+    found = rollout_records.RolloutLedger(paths, of.ATTEMPT + 1, 0)
     try:
         return found.find(0, 0, of.DIGEST)
     finally:
@@ -242,7 +242,7 @@ def _model(name: str) -> Callable[[bytes], object]:
     return parse
 
 
-_SEGMENT = f"ledger/epoch_{of.EPOCH:06d}.rank_0000.ledger"
+_SEGMENT = f"ledger/attempt_{of.ATTEMPT:06d}.rank_0000.ledger"
 _CORRUPT = (CheckpointCorrupt,)
 _SLURM = (SlurmMissing, NotFound)
 
@@ -389,7 +389,7 @@ TARGETS = (
         seal=of.seal_fingerprint,
         cost=2,
     ),
-    Target("epoch", _in_run("epoch", read_epoch), of.epochs, raises=_CORRUPT, form="json"),
+    Target("attempt", _in_run("attempt", read_owner), of.attempts, raises=_CORRUPT, form="json"),
     Target("events.jsonl", _in_run("events.jsonl", _events), of.events, raises=(NotFound,), cost=6),
     Target(
         "one event",

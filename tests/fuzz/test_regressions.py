@@ -17,8 +17,15 @@ from verl_slurm.journal.files import parse_event
 from verl_slurm.runtime_state import codec, segment
 
 _TARGETS = {target.name: target for target in TARGETS}
-_NOT_UTF8, _DEEP = b'{"epoch": "\xff"}', b"[" * 50_000
-_JSON = ("epoch", "lead.json", "events.jsonl", "status.json", "orchestration.json", "config.json of a model")
+_NOT_UTF8, _DEEP = b'{"attempt": "\xff"}', b"[" * 50_000
+_JSON = (
+    "attempt",
+    "lead.json",
+    "events.jsonl",
+    "status.json",
+    "orchestration.json",
+    "config.json of a model",
+)
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def main(root: Path, rank: int) -> None:
         Parts().tensors(),
         provenance(),
         Collective(dist.group.WORLD),
-        epoch_check=lambda: None,
+        attempt_check=lambda: None,
     )
     say(at="start")
     while words := sys.stdin.readline().split():

@@ -18,7 +18,7 @@ from verl_slurm_daemon.link.channel import AgentLink, serve
 
 from verl_slurm.base.errors import WireError
 
-TOKEN, EPOCH = b"t" * 32, 7
+TOKEN, ATTEMPT = b"t" * 32, 7
 ROOT = Path(__file__).parents[2]
 
 
@@ -76,7 +76,7 @@ async def _main(links: int) -> None:
     def say(what: object) -> None:
         print(what, flush=True)
 
-    _, port = await serve("127.0.0.1", TOKEN, EPOCH, links, on_link, lambda why, _: refused.update([why]))
+    _, port = await serve("127.0.0.1", TOKEN, ATTEMPT, links, on_link, lambda why, _: refused.update([why]))
     say(port)
     loop = asyncio.get_running_loop()
     lines = asyncio.StreamReader()

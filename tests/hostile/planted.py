@@ -101,7 +101,7 @@ class Watcher:
     Attributes:
         cmdlines: every command line that any process of this machine had.
         processes: those of the run, by command line.
-        tokens: of every incarnation, out of `RUN/control/lead.json`.
+        tokens: of every attempt, out of `RUN/control/lead.json`.
     """
 
     root: Path

@@ -234,7 +234,7 @@ def test_every_form_of_a_secret_is_found() -> None:
 
 @pytest.mark.scenario("M08")
 def test_no_secret_is_in_anything_that_a_run_leaves(produced: Produced) -> None:
-    assert len(produced.watcher.tokens) == 2, "each incarnation has a token of its own"
+    assert len(produced.watcher.tokens) == 2, "each attempt has a token of its own"
     assert len(list(produced.base.rglob("step_*/manifest.json"))) >= 2, "it was there to be looked through"
     assert leaks(produced.places, produced.secrets) == []
 

@@ -65,9 +65,9 @@ def told(paths: RunPaths, *kinds: str) -> list[Line]:
     return [event for event in read_events(paths) if event["event"] in kinds]
 
 
-def first_log(paths: RunPaths, epoch: int, node_id: int) -> tuple[datetime, float]:
+def first_log(paths: RunPaths, attempt: int, node_id: int) -> tuple[datetime, float]:
     """What an agent's first line says: the date, and the clock that nobody sets."""
-    date, steady, *_ = paths.agent_log(epoch, node_id).read_text().split()
+    date, steady, *_ = paths.agent_log(attempt, node_id).read_text().split()
     assert re.fullmatch(r"\+\d+\.\d{3}", steady)
     return datetime.fromisoformat(date), float(steady)
 

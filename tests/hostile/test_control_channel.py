@@ -13,7 +13,7 @@ from verl_slurm_daemon.link import channel
 from verl_slurm_daemon.link.channel import AgentLink, LeadLink, connect, serve
 
 from tests.fakes.faulty_proxy import Chaos, chaos_proxy
-from tests.hostile.lead_port import EPOCH, TOKEN, lead_port
+from tests.hostile.lead_port import ATTEMPT, TOKEN, lead_port
 from tests.hostile.netlab import ADDRESS, Netlab, netlab
 from verl_slurm.base.errors import WireError
 from verl_slurm.wire import connection_limits
@@ -44,7 +44,7 @@ class Lead:
 
     async def open(self, host: str = "127.0.0.1", links: int = 8) -> "Lead":
         self.server, self.port = await serve(
-            host, TOKEN, EPOCH, links, self._on_link, lambda why, _: self.refused.append(why)
+            host, TOKEN, ATTEMPT, links, self._on_link, lambda why, _: self.refused.append(why)
         )
         _open.append(self.server)
         return self
@@ -80,7 +80,7 @@ class Agent:
 
     @classmethod
     async def join(cls, port: int, host: str = "127.0.0.1") -> "Agent":
-        link = await connect(host, port, TOKEN, EPOCH)
+        link = await connect(host, port, TOKEN, ATTEMPT)
         _joined.append(link)
         return cls(link)
 
@@ -367,7 +367,7 @@ def test_a_thousand_silent_strangers_are_bounded_and_keep_no_agent_out(many_sock
 
             async def agents() -> None:
                 joined = await asyncio.gather(
-                    *(connect("127.0.0.1", port.port, TOKEN, EPOCH) for _ in range(8))
+                    *(connect("127.0.0.1", port.port, TOKEN, ATTEMPT) for _ in range(8))
                 )
                 for link in joined:
                     link.send(SignalSeen(node="n1", signal=15))

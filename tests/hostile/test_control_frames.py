@@ -23,7 +23,7 @@ import pytest
 
 from tests.fuzz.mutation import mutate_bytes, mutate_tree
 from tests.fuzz.specimens import from_agent
-from tests.hostile.lead_port import EPOCH, TOKEN, LeadPort, lead_port
+from tests.hostile.lead_port import ATTEMPT, TOKEN, LeadPort, lead_port
 from verl_slurm.wire.framing import HELLO, MAX_FRAME, Framer, proof, session_key
 from verl_slurm.wire.messages import FromAgent, Shutdown, SignalSeen
 
@@ -124,13 +124,13 @@ class Attack:
     def _send(self, connection: socket.socket) -> None:
         draw = self._draw
         nonce_lead, nonce_agent = _hello(connection), draw.randbytes(32)
-        answer = nonce_agent + proof(TOKEN, b"agent", EPOCH, nonce_lead, nonce_agent)
+        answer = nonce_agent + proof(TOKEN, b"agent", ATTEMPT, nonce_lead, nonce_agent)
         if draw.random() < 0.1:  # it does not even know the token
             changed = bytearray(answer)
             changed[draw.randrange(64)] ^= 1 << draw.randrange(8)
             data = bytes(changed[: draw.choice((64, 64, 63, 1, 0))])
         else:
-            data = answer + draw.choice(KINDS)(draw, session_key(TOKEN, EPOCH, nonce_lead, nonce_agent))
+            data = answer + draw.choice(KINDS)(draw, session_key(TOKEN, ATTEMPT, nonce_lead, nonce_agent))
         try:
             connection.sendall(data)
             connection.shutdown(socket.SHUT_WR)  # or the port would wait for the rest of a frame
@@ -160,8 +160,8 @@ def _hello(connection: socket.socket) -> bytes:
 def _one_honest_message(port: LeadPort) -> None:
     with socket.create_connection(("127.0.0.1", port.port), timeout=60) as connection:
         nonce_lead, nonce_agent = _hello(connection), b"n" * 32
-        connection.sendall(nonce_agent + proof(TOKEN, b"agent", EPOCH, nonce_lead, nonce_agent))
-        framer: Framer[Any] = Framer(session_key(TOKEN, EPOCH, nonce_lead, nonce_agent), b"A", Shutdown)
+        connection.sendall(nonce_agent + proof(TOKEN, b"agent", ATTEMPT, nonce_lead, nonce_agent))
+        framer: Framer[Any] = Framer(session_key(TOKEN, ATTEMPT, nonce_lead, nonce_agent), b"A", Shutdown)
         connection.sendall(framer.encode(SignalSeen(node="n1", signal=15)))
         connection.shutdown(socket.SHUT_WR)
         while connection.recv(4096):

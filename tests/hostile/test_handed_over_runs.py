@@ -66,7 +66,7 @@ def test_a_hostfile_that_is_none_is_refused_at_once(
 
 
 def sample_line(step: int) -> bytes:
-    return b'{"time":"","run":"0123456789abcdef","epoch":0,"step":%d,"responses":0,"samples":[]}\n' % step
+    return b'{"time":"","run":"0123456789abcdef","attempt":0,"step":%d,"responses":0,"samples":[]}\n' % step
 
 
 def test_samples_of_any_number_of_steps_are_read_in_one_pass(run: RunPaths) -> None:
@@ -89,7 +89,7 @@ def test_samples_that_swell_are_passed_over(run: RunPaths, what: str) -> None:
         run.samples.write_bytes(bomb(16 * MIB, b'{"a":', b"}\n"))
     else:
         text = '{"sample_id":0,"prompt":"%s","response":"","answer":"","reward":0,"response_tokens":0}'
-        line = '{"time":"","run":"0123456789abcdef","epoch":0,"step":%d,"responses":0,"samples":[%s]}\n'
+        line = '{"time":"","run":"0123456789abcdef","attempt":0,"step":%d,"responses":0,"samples":[%s]}\n'
         wide = text % ("a" * 3 * MIB + "\N{PARTY POPPER}")
         run.samples.write_text("".join(line % (number, wide) for number in range(1, 6)))
     done = measured("samples", run.root)
@@ -248,14 +248,14 @@ def test_a_forged_checkpoint_in_a_tier_is_not_brought_back(run: RunPaths, archiv
 def test_a_copy_that_is_handed_back_changes_nothing_in_the_tier_of_its_original(
     run: RunPaths, archived: Path, tmp_path: Path, words: list[str]
 ) -> None:
-    """With the original's run id its keys in the tier are the original's; a manifest says any epoch."""
+    """With the original's run id its keys in the tier are the original's; a manifest says any attempt."""
     before = {path.name: path.read_bytes() for path in archived.rglob("*") if path.is_file()}
     copy = tmp_path / "copy"
     shutil.copytree(run.root, copy)
     there = copy / "checkpoints" / archived.name
     shutil.copytree(archived, there)
     manifest = json.loads((there / "manifest.json").read_bytes())
-    (there / "manifest.json").write_text(json.dumps(manifest | {"epoch": 99}))
+    (there / "manifest.json").write_text(json.dumps(manifest | {"attempt": 99}))
     put(there, "actor/rank_0000.bin", b"other weights")
     for path in there.rglob("*"):
         path.chmod(0o700 if path.is_dir() else 0o600)

@@ -82,7 +82,7 @@ def test_one_event_stays_one_line_by_anybodys_rule_and_is_read_back_whole(paths:
 def test_a_journal_that_was_told_anything_goes_on(
     paths: RunPaths, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    journal = Journal(paths, epoch=1, job_id="7")
+    journal = Journal(paths, attempt=1, job_id="7")
     journal.write(Other(EVIL, {"detail": EVIL, "error": EVIL}))
     journal.status(Status(state=EVIL, cause=EVIL))
     journal.write(Ended(0, reason=EVIL))
@@ -200,7 +200,11 @@ def handed_over(paths: RunPaths) -> RunPaths:
     status = {"state": EVIL, "phase": EVIL, "last_checkpoint": EVIL, "step": 1, "steps": 2, "updated": EVIL}
     paths.status.write_text(json.dumps(status, ensure_ascii=False).replace("\udc80", ""))
     paths.steps.write_text(json.dumps({"step": 1, EVIL[:20]: 1.0, "time": EVIL}) + "\n")
-    for name in ("7_0_log.out", "epoch_000001.gen_01.node_0000.log", "epoch_000001.node_0000.agent.log"):
+    for name in (
+        "7_0_log.out",
+        "attempt_000001.restart_01.node_0000.log",
+        "attempt_000001.node_0000.agent.log",
+    ):
         (logs / name).write_bytes(raw)
     (logs / "a\x1b[31m\n.log").touch()
     (private_dir(paths.checkpoints) / "step_000001\x1b[31m").mkdir()

@@ -14,7 +14,7 @@ import pytest
 from verl_slurm_daemon.link import channel
 from verl_slurm_daemon.link.channel import AgentLink, LeadLink, connect, serve
 
-from tests.hostile.lead_port import EPOCH, ROOT, TOKEN
+from tests.hostile.lead_port import ATTEMPT, ROOT, TOKEN
 from tests.hostile.netlab import ADDRESS, Netlab, netlab
 from tests.processes import python_path
 from verl_slurm.base.files import private_dir
@@ -144,9 +144,9 @@ class Ends:
                 self.why = type(error).__name__
             self.lead_ended.set()
 
-        server, port = await serve(ADDRESS["a"], TOKEN, EPOCH, 4, on_link)
+        server, port = await serve(ADDRESS["a"], TOKEN, ATTEMPT, 4, on_link)
         with lab.inside("b"):  # until the socket is there; then it stays on its side
-            joining = asyncio.create_task(connect(ADDRESS["a"], port, TOKEN, EPOCH))
+            joining = asyncio.create_task(connect(ADDRESS["a"], port, TOKEN, ATTEMPT))
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             self.agent = await joining

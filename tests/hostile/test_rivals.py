@@ -23,7 +23,7 @@ from tests.hostile.racing import FORK, PATIENCE_S, processes
 from tests.journals import read_events
 from tests.tiers.conftest import config_of, opened, posix_config
 from verl_slurm.base.errors import CheckpointCorrupt, Fenced, NotFound, TierError
-from verl_slurm.base.fence import read_epoch, require_epoch, take_epoch
+from verl_slurm.base.fence import read_owner, require_attempt, take_attempt
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.decide.retention import plan_prune
@@ -53,26 +53,26 @@ def contender(name: str, root: Path, rounds: int, barrier: Any, told: Any) -> No
     """What a lead does at its start, and then, whether it won or not, a save under the number it would have."""
     paths, dice = RunPaths(root), random.Random(f"{SEED} {name}")
     for number in range(rounds):
-        former = read_epoch(paths)
+        former = read_owner(paths)
         barrier.wait(PATIENCE_S)
         for _ in range(dice.randrange(3000)):
             pass  # not both at the very same tick
         try:
-            epoch = take_epoch(paths, job_id=name, restart=number, after=former).epoch
+            attempt = take_attempt(paths, job_id=name, restart=number, after=former).attempt
         except Fenced as error:
-            epoch = -int(error.exit_code)
+            attempt = -int(error.exit_code)
         staging = stage(paths, number + 1)
-        wanted = (former.epoch if former else 0) + (1 if epoch > 0 else 0)
+        wanted = (former.attempt if former else 0) + (1 if attempt > 0 else 0)
         try:
             commit(
                 staging,
-                manifest_of(staging, epoch=wanted),
-                epoch_check=lambda wanted=wanted: require_epoch(paths, wanted),  # type: ignore[misc]
+                manifest_of(staging, attempt=wanted),
+                attempt_check=lambda wanted=wanted: require_attempt(paths, wanted),  # type: ignore[misc]
             )
             saved = True
         except Fenced:
             saved = False
-        told.put((number, name, epoch, saved))
+        told.put((number, name, attempt, saved))
         barrier.wait(PATIENCE_S)
 
 
@@ -87,18 +87,18 @@ def race(root: Path, rounds: int) -> None:
             number, *result = told.get()
             results.setdefault(number, []).append(tuple(result))
     for number, both in results.items():
-        (winner, epoch, saved), (_, refused, harmed) = sorted(both, key=lambda one: -one[1])
+        (winner, attempt, saved), (_, refused, harmed) = sorted(both, key=lambda one: -one[1])
         said = f"seed {SEED}, round {number}: {both}"
-        assert (epoch, refused) == (number + 1, -Fenced.exit_code), said
+        assert (attempt, refused) == (number + 1, -Fenced.exit_code), said
         assert saved, said
         assert not harmed, said
         manifest = read_manifest(paths.checkpoint(number + 1))
-        assert manifest.epoch == epoch, said
+        assert manifest.attempt == attempt, said
         assert verify(paths.checkpoint(number + 1)).ok
         assert winner in ("one", "two")
-    owner = read_epoch(paths)
+    owner = read_owner(paths)
     assert owner is not None
-    assert owner.epoch == rounds
+    assert owner.attempt == rounds
     assert list(paths.control.glob("*.tmp")) == []
 
 
@@ -159,11 +159,11 @@ def saver(paths: RunPaths, stop: Any, saves: int, seconds: float, seen: Any) -> 
     while step < saves or (now := time.monotonic()) < ends or (now < late and not all(_counts(seen))):
         step += 1
         staging = stage(paths, step)
-        commit(staging, manifest_of(staging), epoch_check=lambda: require_epoch(paths, 1))
+        commit(staging, manifest_of(staging), attempt_check=lambda: require_attempt(paths, 1))
         found = list_checkpoints(paths)
         newest = {info.name for info in found if info.step > step - 3}
         plan = plan_prune(found, 3, verified=newest, num_verified=2)
-        apply_prune(paths, plan, epoch_check=lambda: require_epoch(paths, 1))
+        apply_prune(paths, plan, attempt_check=lambda: require_attempt(paths, 1))
     stop.set()
 
 
@@ -241,12 +241,12 @@ def _counts(seen: Any) -> list[int]:
 
 def everybody(tmp_path: Path, saves: int, seconds: float) -> dict[str, int]:
     paths = RunPaths(private_dir(tmp_path / "run"))
-    take_epoch(paths, job_id="1", restart=0)
+    take_attempt(paths, job_id="1", restart=0)
     tiers = opened(paths, posix_config(tmp_path / "cold", kind="archive"))
     # Two from before are in the tier already, so that there is always something to be fetched.
     for step in (1, 2):
         staging = stage(paths, step)
-        commit(staging, manifest_of(staging), epoch_check=lambda: None)
+        commit(staging, manifest_of(staging), attempt_check=lambda: None)
     assert sync(paths, config_of(), tiers=tiers).ok
     names = [info.name for info in list_checkpoints(paths)]
     stop = FORK.Event()

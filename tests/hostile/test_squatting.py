@@ -239,7 +239,7 @@ def test_a_checkpoint_that_somebody_left_on_a_node_s_disk_does_not_come_home(
         os.chown(place, NOBODY, NOBODY)
     before = inventory(node.directory)
     with pytest.raises(PermissionRefused, match="second copies"):
-        run_bring_home(node.paths.root, node.epoch, "step_000010")
+        run_bring_home(node.paths.root, node.attempt, "step_000010")
     with pytest.raises(PermissionRefused):
         prune_parts(node.directory, 1)
     assert inventory(node.directory) == before
@@ -303,7 +303,7 @@ def test_a_checkpoint_of_another_user_s_is_not_resumed_from(node: Node) -> None:
     planted = save(node.paths, 30)
     for path in (planted, *planted.rglob("*")):
         os.chown(path, NOBODY, NOBODY)
-    point = find_resume_point(node.paths, "auto", node.epoch)
+    point = find_resume_point(node.paths, "auto", node.attempt)
     assert point.name == "step_000010"
     assert any("step_000030" in reason and f"uid {NOBODY}" in reason for reason in point.reasons), (
         point.reasons

@@ -127,7 +127,7 @@ def test_what_a_stranger_says_to_the_port_is_not_heard_and_counted() -> None:
 
 @pytest.mark.scenario("M07")
 def test_what_was_recorded_opens_nothing_a_second_time() -> None:
-    """All that an agent said, played again to the same lead and to the next incarnation; and all to itself."""
+    """All that an agent said, played again to the same lead and to the next attempt; and all to itself."""
 
     async def story() -> None:
         recorded = bytearray()

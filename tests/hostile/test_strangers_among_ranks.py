@@ -251,9 +251,9 @@ def test_a_stranger_who_is_first_at_gloos_port_is_refused(tmp_path: Path, loot: 
         # A proof of 32 bytes for each of two ranks went each way, and nothing after it.
         assert set(spoken) == {"said 32", "heard 32"}
     events = read_events(paths)
-    generations = [event["number"] for event in events if event["event"] == "restart"]
+    restarts = [event["number"] for event in events if event["event"] == "restart"]
     strangers = [event for event in events if event["event"] == "stranger"]
-    assert generations == [1, 2], events
+    assert restarts == [1, 2], events
     assert strangers
     assert "uid 65534" in strangers[0]["peer"]
     if word == "gloo":

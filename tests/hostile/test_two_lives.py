@@ -1,4 +1,4 @@
-"""Two incarnations of one run at the same time, whole: leads, agents and ranks that train."""
+"""Two attempts of one run at the same time, whole: leads, agents and ranks that train."""
 
 import os
 import select
@@ -15,7 +15,7 @@ from tests.ledger_stats import ledger_stats
 from tests.local_runs import finish, lead, prepared, undisturbed, until
 from tests.processes import held, tell
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.base.fence import read_epoch
+from verl_slurm.base.fence import read_owner
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.verify import verify
@@ -64,9 +64,9 @@ def test_of_two_leads_at_once_one_trains_and_ranks_that_outlive_their_lead_harm_
     # the agents go on now, see that their lead is gone, and leave
     wait_until_gone(str(paths.root))
 
-    owner = read_epoch(paths)
+    owner = read_owner(paths)
     assert owner is not None
-    assert owner.epoch == 2
+    assert owner.attempt == 2
     found = list_checkpoints(paths)
     assert {(info.kind, info.attempt) for info in found} == {("committed", 2)}
     assert all(verify(info.path).ok for info in found)

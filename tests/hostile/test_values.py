@@ -17,7 +17,7 @@ from tests.cli.conftest import (
 )
 from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, VerlSlurmError, WireError
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.base.fence import read_epoch
+from verl_slurm.base.fence import read_owner
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.manifest import parse as parse_manifest
@@ -107,7 +107,7 @@ def test_no_option_takes_python_s_idea_of_a_number() -> None:
             )
 
 
-EPOCH = {"epoch": 1, "cluster": "local", "job_id": "1", "restart": 0, "host": "h", "pid": 1, "taken": ""}
+ATTEMPT = {"attempt": 1, "cluster": "local", "job_id": "1", "restart": 0, "host": "h", "pid": 1, "taken": ""}
 
 
 @pytest.mark.scenario("M10")
@@ -116,14 +116,14 @@ EPOCH = {"epoch": 1, "cluster": "local", "job_id": "1", "restart": 0, "host": "h
 )
 def test_a_number_in_a_file_of_ours_is_one_or_the_file_is_refused(value: str, tmp_path: Path) -> None:
     paths = RunPaths(private_dir(tmp_path / "run"))
-    text = json.dumps(EPOCH | {"epoch": "HERE"}).replace('"HERE"', value)
-    write_file(paths.epoch, text.encode())
+    text = json.dumps(ATTEMPT | {"attempt": "HERE"}).replace('"HERE"', value)
+    write_file(paths.attempt, text.encode())
     with pytest.raises(CheckpointCorrupt):
-        read_epoch(paths)
+        read_owner(paths)
     from verl_slurm.wire.lead_file import read_lead_address
 
     private_dir(paths.control)
-    address = {"epoch": 1, "generation": 1, "host": "h", "port": "HERE", "token": "0" * 64}
+    address = {"attempt": 1, "restart": 1, "host": "h", "port": "HERE", "token": "0" * 64}
     write_file(paths.lead_address, json.dumps(address).replace('"HERE"', value).encode())
     with pytest.raises(WireError):
         read_lead_address(paths)

@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.builders import write_config
 from tests.fakes.daemon import Daemon
 from tests.processes import free_port, python_path
-from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.fence import take_attempt
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.loops.session import Session
 from verl_slurm.wire.messages import SaveRequest
@@ -35,11 +35,16 @@ class Run:
         return sorted(path for path in self.paths.checkpoints.glob("step_*"))
 
     def life(self, daemon: Daemon) -> Session:
-        """The session of the next incarnation, which goes on from the newest checkpoint."""
-        epoch = take_epoch(self.paths, job_id="1", restart=0).epoch
+        """The session of the next attempt, which goes on from the newest checkpoint."""
+        attempt = take_attempt(self.paths, job_id="1", restart=0).attempt
         there = self.checkpoints()
         return Session(
-            daemon, rank=0, world_size=1, paths=self.paths, epoch=epoch, resume=there[-1] if there else None
+            daemon,
+            rank=0,
+            world_size=1,
+            paths=self.paths,
+            attempt=attempt,
+            resume=there[-1] if there else None,
         )
 
 

@@ -23,7 +23,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 import verl_slurm
 from tests.fakes.daemon import Daemon
 from tests.loops.frames_kit import stop
-from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.fence import take_attempt
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.loops.huggingface import VerlSlurmCallback
 from verl_slurm.loops.session import Session
@@ -110,14 +110,14 @@ def live(
 ) -> tuple[list[torch.Tensor], Sampled]:
     """Returns the trained weights (empty: it was stopped), and what was sampled."""
     paths = RunPaths(root)
-    taken = ranks.on_first("", lambda: take_epoch(paths, job_id="1", restart=0).epoch, int)
+    taken = ranks.on_first("", lambda: take_attempt(paths, job_id="1", restart=0).attempt, int)
     newest = sorted(paths.checkpoints.glob("step_*"))[-1:]
     session = Session(
         daemon,
         rank=ranks.rank,
         world_size=2,
         paths=paths,
-        epoch=taken,
+        attempt=taken,
         resume=newest[0] if newest else None,
     )
     trainer, sampled = make(session)

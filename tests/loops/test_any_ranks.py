@@ -11,7 +11,7 @@ from tests.builders import write_config
 from tests.fakes.agent import Agent
 from tests.loops.test_loop import train as train_worker
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.fence import take_attempt
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.inspect.compare import newest_checkpoint
@@ -63,9 +63,9 @@ def test_a_run_that_may_lose_nodes_takes_such_a_loop_alone(
 ) -> None:
     paths = RunPaths(private_dir(tmp_path / "run"))
     write_config(paths, backend="command", command=("train.py",), nodes=2, min_nodes=1)
-    epoch = take_epoch(paths, job_id="1", restart=0).epoch
+    attempt = take_attempt(paths, job_id="1", restart=0).attempt
     monkeypatch.setattr("verl_slurm.loops.session.die_with_launcher", lambda: None)
-    with Agent(paths, epoch=epoch) as agent:
+    with Agent(paths, attempt=attempt) as agent:
         for name, value in agent.environ.items():
             monkeypatch.setenv(name, value)
         if any_ranks:

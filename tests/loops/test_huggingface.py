@@ -66,7 +66,7 @@ class Net(nn.Module):
 
 
 class Life:
-    """One incarnation: what it was told to do, and what came of it."""
+    """One attempt: what it was told to do, and what came of it."""
 
     def __init__(
         self,

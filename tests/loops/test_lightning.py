@@ -79,7 +79,7 @@ class Net(lightning.LightningModule):  # type: ignore[misc,name-defined]
 
 
 class Life:
-    """One incarnation: what it was told to do, and what came of it."""
+    """One attempt: what it was told to do, and what came of it."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from tests.builders import write_config
 from tests.fakes.agent import Agent
 from tests.processes import free_port
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.fence import take_attempt
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.inspect.compare import compare, newest_checkpoint
@@ -83,7 +83,7 @@ class Alone:
     def __init__(self, root: Path) -> None:
         self.paths = RunPaths(private_dir(root))
         write_config(self.paths, backend="command", command=("train.py",), every_steps=2, keep_last=2)
-        self.epoch = take_epoch(self.paths, job_id="1", restart=0).epoch
+        self.attempt = take_attempt(self.paths, job_id="1", restart=0).attempt
         self.model = nn.Linear(2, 2)
         self.seen: list[int] = []
 
@@ -98,7 +98,7 @@ class Alone:
     ) -> list[FromRank]:
         """One life of `steps` steps; asked to save (and stop) in the middle of step `ask`."""
         monkeypatch.setattr("verl_slurm.loops.session.die_with_launcher", lambda: None)
-        with Agent(self.paths, epoch=self.epoch, resume=resume) as agent:
+        with Agent(self.paths, attempt=self.attempt, resume=resume) as agent:
             for name, value in agent.environ.items():
                 monkeypatch.setenv(name, value)
             try:
@@ -211,7 +211,7 @@ def test_leaving_early_is_not_being_done(
     alone: Alone, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("verl_slurm.loops.session.die_with_launcher", lambda: None)
-    with Agent(alone.paths, epoch=alone.epoch) as agent:
+    with Agent(alone.paths, attempt=alone.attempt) as agent:
         for name, value in agent.environ.items():
             monkeypatch.setenv(name, value)
         with verl_slurm.run(model=alone.model) as run:
@@ -225,7 +225,7 @@ def test_an_error_of_the_loop_is_a_crash_and_no_last_word(
     alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("verl_slurm.loops.session.die_with_launcher", lambda: None)
-    with Agent(alone.paths, epoch=alone.epoch) as agent:
+    with Agent(alone.paths, attempt=alone.attempt) as agent:
         for name, value in agent.environ.items():
             monkeypatch.setenv(name, value)
         with pytest.raises(ZeroDivisionError), verl_slurm.run(model=alone.model) as run:
@@ -239,7 +239,7 @@ def test_a_checkpoint_of_other_objects_is_refused_before_anything_is_changed(
 ) -> None:
     alone.life(monkeypatch, 2)
     monkeypatch.setattr("verl_slurm.loops.session.die_with_launcher", lambda: None)
-    with Agent(alone.paths, epoch=alone.epoch, resume="step_000002") as agent:
+    with Agent(alone.paths, attempt=alone.attempt, resume="step_000002") as agent:
         for name, value in agent.environ.items():
             monkeypatch.setenv(name, value)
         with pytest.raises(RanksFailed, match="does not fit these objects"):
@@ -310,7 +310,7 @@ def test_a_loop_finds_the_services_beside_it_by_their_names(monkeypatch: pytest.
 
 def test_a_loop_of_ones_own_asks_behind_each_step(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("verl_slurm.loops.session.die_with_launcher", lambda: None)
-    with Agent(alone.paths, epoch=alone.epoch) as agent:
+    with Agent(alone.paths, attempt=alone.attempt) as agent:
         for name, value in agent.environ.items():
             monkeypatch.setenv(name, value)
         with verl_slurm.run(model=alone.model) as run:
@@ -336,7 +336,7 @@ def test_a_step_that_ends_too_late_is_said_at_once_and_not_waited_for(
         heard.set()
 
     monkeypatch.setattr(Session, "save_failed", told)
-    with Agent(alone.paths, epoch=alone.epoch) as agent:
+    with Agent(alone.paths, attempt=alone.attempt) as agent:
         for name, value in agent.environ.items():
             monkeypatch.setenv(name, value)
         with pytest.raises(ZeroDivisionError), verl_slurm.run(model=alone.model) as run:

@@ -63,7 +63,7 @@ def test_without_a_daemon_everything_may_be_called_and_does_nothing() -> None:
 
 
 def test_a_life_is_told_in_the_ranks_own_words(paths: RunPaths) -> None:
-    with Agent(paths, epoch=3) as agent:
+    with Agent(paths, attempt=3) as agent:
         session = opened(agent)
         session.started(0, 2)
         session.step_done(1, {"loss": 0.5, "odd": math.nan, "name": "no number"}, 2)

@@ -11,7 +11,7 @@ import pytest
 from tests.builders import write_config
 from tests.fakes.daemon import Daemon
 from verl_slurm.base.errors import Fenced
-from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.fence import take_attempt
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.decide.storage import FreeSpace
@@ -44,10 +44,10 @@ class Bench:
         self.paths, self.line = RunPaths(private_dir(root)), Daemon()
         if not self.paths.run_yaml.exists():
             write_config(self.paths, keep_last=3)
-        self.epoch = take_epoch(self.paths, cluster="local", job_id="1", restart=0).epoch
+        self.attempt = take_attempt(self.paths, cluster="local", job_id="1", restart=0).attempt
         directory = self.paths.checkpoints / resume if resume else None
         self.session = Session(
-            self.line, rank=0, world_size=1, paths=self.paths, epoch=self.epoch, resume=directory
+            self.line, rank=0, world_size=1, paths=self.paths, attempt=self.attempt, resume=directory
         )
         step = read_manifest(directory).step if directory else 0
         self.saver = step_end.StepEndSaver(
@@ -186,8 +186,8 @@ def test_the_last_save_is_tried_again_when_storage_fails(
     assert any("tried again" in notice.text for notice in bench.line.heard(RankNotice))
 
 
-def test_an_incarnation_that_no_longer_owns_the_run_commits_nothing(beside: Bench) -> None:
-    take_epoch(beside.paths, cluster="local", job_id="2", restart=1)
+def test_an_attempt_that_no_longer_owns_the_run_commits_nothing(beside: Bench) -> None:
+    take_attempt(beside.paths, cluster="local", job_id="2", restart=1)
     beside.save(2)
     with pytest.raises(Fenced):
         beside.saver.settle()

@@ -9,7 +9,7 @@ import pytest
 
 from tests.builders import write_config
 from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, Fenced, PermissionRefused
-from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.fence import take_attempt
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.specification import MANIFEST, Guest, missing_parts, path_problem
@@ -29,7 +29,7 @@ from verl_slurm.checkpoint.store.verify import read_manifest, verify
 def paths(tmp_path: Path) -> RunPaths:
     paths = RunPaths(private_dir(tmp_path / "run"))
     write_config(paths)
-    take_epoch(paths, job_id="1", restart=0)
+    take_attempt(paths, job_id="1", restart=0)
     return paths
 
 
@@ -46,7 +46,9 @@ def saved(paths: RunPaths, step: int = 7, guest: Guest = "loop", **more: object)
     top = "guest" if guest == "loop" else f"global_step_{step}"
     if "parts" not in more:
         more["parts"] = {top: written(paths, top=top)}
-    save = LoopSave(guest=guest, step=step, epoch=1, world_size=2, metrics={"loss": 0.5, "bad": float("nan")})
+    save = LoopSave(
+        guest=guest, step=step, attempt=1, world_size=2, metrics={"loss": 0.5, "bad": float("nan")}
+    )
     return commit_tree(paths, save, **more)  # type: ignore[arg-type]
 
 
@@ -128,9 +130,9 @@ def test_a_save_without_the_loops_own_directory_is_refused(paths: RunPaths) -> N
         saved(paths, guest="verl", parts={"global_step_6": directory})
 
 
-def test_an_incarnation_that_was_closed_commits_nothing_and_keeps_its_files(paths: RunPaths) -> None:
+def test_an_attempt_that_was_closed_commits_nothing_and_keeps_its_files(paths: RunPaths) -> None:
     directory = written(paths)
-    take_epoch(paths, job_id="2", restart=0)
+    take_attempt(paths, job_id="2", restart=0)
     with pytest.raises(Fenced):
         saved(paths, parts={"guest": directory})
     assert directory.exists()
@@ -153,7 +155,7 @@ def test_a_part_that_goes_missing_is_found(paths: RunPaths) -> None:
     assert (directory / MANIFEST).exists()
 
 
-def test_what_dead_incarnations_left_is_swept(paths: RunPaths) -> None:
+def test_what_dead_attempts_left_is_swept(paths: RunPaths) -> None:
     written(paths)
     (paths.work(1).parent / "stray").write_bytes(b"")
     assert len(sweep_work(paths)) == 2
@@ -166,7 +168,7 @@ def test_what_dead_incarnations_left_is_swept(paths: RunPaths) -> None:
 def test_a_start_removes_nothing_that_a_link_in_the_place_of_work_leads_to(
     paths: RunPaths, tmp_path: Path, begin: Callable[[RunPaths], object]
 ) -> None:
-    (precious := tmp_path / "precious" / "epoch_000001").mkdir(parents=True)
+    (precious := tmp_path / "precious" / "attempt_000001").mkdir(parents=True)
     paths.root.mkdir(exist_ok=True)
     (paths.root / "work").symlink_to(precious.parent)
     with pytest.raises(PermissionRefused, match="a link to"):

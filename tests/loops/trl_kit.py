@@ -65,7 +65,7 @@ def model() -> GPT2LMHeadModel:
 
 @dataclass
 class Life:
-    """One incarnation: what it was told to do, and what came of it.
+    """One attempt: what it was told to do, and what came of it.
 
     Attributes:
         sampled: prompt and completion of each sample, in the order in which they were scored.

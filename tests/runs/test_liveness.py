@@ -26,7 +26,7 @@ GOLDEN = Path(__file__).parents[1] / "slurm/golden"
 def owned(root: Path, *, pid: int, job_id: str, taken: datetime, born: str) -> RunPaths:
     paths = RunPaths(private_dir(root))
     claim = owner(job_id=job_id, pid=pid, taken=taken.isoformat(), born=born)
-    write_file(paths.epoch, msgspec.json.encode(claim))
+    write_file(paths.attempt, msgspec.json.encode(claim))
     return paths
 
 

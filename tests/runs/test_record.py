@@ -8,7 +8,7 @@ import pytest
 
 from tests.journals import append_event, read_events
 from verl_slurm.base.errors import NotFound
-from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.fence import take_attempt
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.journal import files
@@ -63,7 +63,7 @@ def test_a_job_that_an_emptied_journal_does_not_name_is_found(tmp_path: Path) ->
     script.write_text("#!/bin/bash\n#SBATCH --job-name=x\n")
     (paths.logs / "99_submission.sh").write_text("")  # submitit's for a local job
     assert (last_job(paths).job_id, last_job(paths).cluster) == ("7", "slurm")
-    take_epoch(paths, job_id="8", restart=0, cluster="slurm")
+    take_attempt(paths, job_id="8", restart=0, cluster="slurm")
     os.utime(script, (1, 1))
     job = glance(tmp_path).job
     assert job is not None

@@ -31,9 +31,9 @@ def equal(a: Arrays, b: Arrays) -> bool:
     )
 
 
-def fill(paths: RunPaths, batch: Batch, epoch: int, rank: int, *keys: tuple[int, int]) -> list[int]:
+def fill(paths: RunPaths, batch: Batch, attempt: int, rank: int, *keys: tuple[int, int]) -> list[int]:
     """Append one record a key; returns their sizes in bytes."""
-    with Ledger(paths, epoch, rank) as ledger:
+    with Ledger(paths, attempt, rank) as ledger:
         return [ledger.append(step, j, batch(step * 10 + j)) for step, j in keys]
 
 
@@ -96,7 +96,7 @@ def test_a_hole_of_any_size_is_passed_over_at_once(paths: RunPaths, batch: Batch
         load(paths, from_step=0)
 
 
-def test_a_restart_within_the_epoch_cuts_the_torn_tail_and_goes_on(paths: RunPaths, batch: Batch) -> None:
+def test_a_restart_within_the_attempt_cuts_the_torn_tail_and_goes_on(paths: RunPaths, batch: Batch) -> None:
     fill(paths, batch, 1, 0, (0, 0), (0, 1))
     segment = paths.ledger_segment(1, 0)
     segment.write_bytes(segment.read_bytes()[:-5])
@@ -132,7 +132,7 @@ def test_a_damaged_middle_is_reported_with_its_place_and_the_rest_is_kept(
 def test_a_damaged_head_is_reported_and_its_records_are_kept(paths: RunPaths, batch: Batch) -> None:
     fill(paths, batch, 1, 0, (0, 0))
     fill(paths, batch, 7, 0, (0, 1))
-    paths.ledger_segment(7, 0).rename(paths.ledger_segment(2, 0))  # its head says epoch 7
+    paths.ledger_segment(7, 0).rename(paths.ledger_segment(2, 0))  # its head says attempt 7
     lines: list[str] = []
     assert load(paths, from_step=0, report=lines.append).keys() == {(0, 0), (0, 1)}
     assert len(lines) == 1
@@ -153,7 +153,7 @@ def test_a_magic_across_a_block_border_is_found(
         assert load(paths, from_step=0, report=lambda line: None).keys() == {(0, 1)}
 
 
-def test_of_two_epochs_with_the_same_micro_batch_the_newest_counts_and_it_is_counted(
+def test_of_two_attempts_with_the_same_micro_batch_the_newest_counts_and_it_is_counted(
     paths: RunPaths, batch: Batch
 ) -> None:
     with Ledger(paths, 2, 0) as ledger:
@@ -240,8 +240,8 @@ def test_what_a_reader_does_not_want_is_not_decoded(
 def test_links_and_foreign_names_are_no_segments(paths: RunPaths, batch: Batch) -> None:
     fill(paths, batch, 1, 0, (0, 0))
     paths.ledger_segment(2, 0).symlink_to(paths.ledger_segment(1, 0))
-    (paths.ledger / "epoch_000003.rank_0000.ledger.tmp").write_bytes(b"x")
-    (paths.ledger / "epoch_4294967296.rank_0000.ledger").write_bytes(b"x")
+    (paths.ledger / "attempt_000003.rank_0000.ledger.tmp").write_bytes(b"x")
+    (paths.ledger / "attempt_4294967296.rank_0000.ledger").write_bytes(b"x")
     assert ledger_stats(paths).records == 1
     with pytest.raises(OSError, match="symbolic"):
         Ledger(paths, 2, 0)
@@ -383,7 +383,7 @@ def test_killed_at_any_operation_every_acknowledged_record_is_there(paths: RunPa
 
 
 def _append_and_die(paths: RunPaths, batch: Batch, nth: int, acknowledge: int) -> None:
-    """Append three records to the segment of epoch 1; die at the nth operation, half of a write done."""
+    """Append three records to the segment of attempt 1; die at the nth operation, half of a write done."""
     count = [0]
     real_write = os.pwrite
 
@@ -409,14 +409,14 @@ def _append_and_die(paths: RunPaths, batch: Batch, nth: int, acknowledge: int) -
             os.write(acknowledge, bytes([j]))
 
 
-def test_pruning_removes_whole_segments_of_older_epochs_only(paths: RunPaths, batch: Batch) -> None:
+def test_pruning_removes_whole_segments_of_older_attempts_only(paths: RunPaths, batch: Batch) -> None:
     fill(paths, batch, 1, 0, (0, 0), (1, 0))
     fill(paths, batch, 1, 1, (1, 1), (2, 1))
     fill(paths, batch, 2, 0, (1, 2))
     fill(paths, batch, 3, 0, (1, 3))
     with Ledger(paths, 2, 0):
-        assert prune(paths, 2, current_epoch=3) == [paths.ledger_segment(1, 0)]
-    assert prune(paths, 2, current_epoch=3) == [paths.ledger_segment(2, 0)]
+        assert prune(paths, 2, current_attempt=3) == [paths.ledger_segment(1, 0)]
+    assert prune(paths, 2, current_attempt=3) == [paths.ledger_segment(2, 0)]
     assert load(paths, from_step=0).keys() == {(1, 1), (2, 1), (1, 3)}
     assert prune(paths, 9) == [paths.ledger_segment(1, 1), paths.ledger_segment(3, 0)]
     assert prune(RunPaths(paths.root / "none"), 1) == []
@@ -481,7 +481,7 @@ def test_what_is_taken_back_is_loaded_no_more_until_it_is_recorded_anew(
 ) -> None:
     fill(paths, batch, 1, 0, (1, 0), (1, 2))
     fill(paths, batch, 1, 1, (1, 1))
-    with Ledger(paths, 2, 0) as ledger:  # of another epoch and rank: nobody writes into another's segment
+    with Ledger(paths, 2, 0) as ledger:  # of another attempt and rank: nobody writes into another's segment
         for micro_batch in (0, 1):
             ledger.append(1, micro_batch, {})
         ledger.append(1, 0, batch(7))

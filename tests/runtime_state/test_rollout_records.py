@@ -45,8 +45,8 @@ def paths(tmp_path: Path) -> RunPaths:
     return RunPaths(tmp_path / "run")
 
 
-def recorded(paths: RunPaths, *keys: tuple[int, int], epoch: int = 1, digest: str = "d") -> None:
-    ledger = RolloutLedger(paths, epoch, 0)
+def recorded(paths: RunPaths, *keys: tuple[int, int], attempt: int = 1, digest: str = "d") -> None:
+    ledger = RolloutLedger(paths, attempt, 0)
 
     async def all_of_them() -> None:
         await asyncio.gather(*(ledger.record(*key, [OUTPUT | {"num_turns": key[0]}], digest) for key in keys))
@@ -100,7 +100,7 @@ def test_tuples_and_lists_ask_the_same_and_other_parameters_do_not() -> None:
 
 def test_a_later_attempt_finds_each_response_once_recorded(paths: RunPaths) -> None:
     recorded(paths, (0, 0), (0, 1), (7, 3))
-    recorded(paths, (8, 0), epoch=2)
+    recorded(paths, (8, 0), attempt=2)
     later = RolloutLedger(paths, 3, 0)
     assert len(later) == 4
     found = [later.find(*key, "d") for key in ((0, 0), (0, 1), (7, 3), (8, 0), (8, 1))]

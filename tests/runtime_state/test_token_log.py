@@ -33,8 +33,8 @@ def read(paths: RunPaths) -> Prefixes:
     return Prefixes(paths, report=report)
 
 
-def logged(paths: RunPaths, *, epoch: int = 1, rank: int = 0) -> TokenLog:
-    return TokenLog(paths, epoch, rank, every_s=0.001)
+def logged(paths: RunPaths, *, attempt: int = 1, rank: int = 0) -> TokenLog:
+    return TokenLog(paths, attempt, rank, every_s=0.001)
 
 
 def test_a_request_id_says_whose_tokens_they_are() -> None:
@@ -65,24 +65,24 @@ def test_another_prompt_or_setting_finds_nothing(paths: RunPaths) -> None:
 
 
 def test_a_later_attempt_goes_on_from_what_it_was_given(paths: RunPaths) -> None:
-    for epoch, start, ids in ((1, 0, [1, 2, 3]), (2, 3, [4, 5])):
-        log = logged(paths, epoch=epoch)
-        log.add(CALL, start, ids, [-float(i) for i in ids], version=epoch)
+    for attempt, start, ids in ((1, 0, [1, 2, 3]), (2, 3, [4, 5])):
+        log = logged(paths, attempt=attempt)
+        log.add(CALL, start, ids, [-float(i) for i in ids], version=attempt)
         log.close()
     assert read(paths).find(CALL) == Prefix([1, 2, 3, 4, 5], [-1.0, -2.0, -3.0, -4.0, -5.0], 1, False)
 
 
 def test_an_attempt_that_began_anew_has_its_own_tokens_alone(paths: RunPaths) -> None:
-    for epoch, ids in ((1, [1, 2, 3]), (2, [4])):
-        log = logged(paths, epoch=epoch)
-        log.add(CALL, 0, ids, None, version=epoch)
+    for attempt, ids in ((1, [1, 2, 3]), (2, [4])):
+        log = logged(paths, attempt=attempt)
+        log.add(CALL, 0, ids, None, version=attempt)
         log.close()
     assert read(paths).find(CALL) == Prefix([4], None, 2, False)
 
 
 def test_tokens_behind_a_gap_are_left_out(paths: RunPaths) -> None:
-    for epoch, start in ((1, 0), (2, 5)):
-        log = logged(paths, epoch=epoch)
+    for attempt, start in ((1, 0), (2, 5)):
+        log = logged(paths, attempt=attempt)
         log.add(CALL, start, [start, start + 1], None)
         log.close()
     assert read(paths).find(CALL) == Prefix([0, 1], None, None, False)
@@ -100,9 +100,9 @@ def test_a_response_that_moves_between_the_engines_of_an_attempt_keeps_all_its_t
 
 
 def test_tokens_behind_a_gap_stay_out_whatever_a_later_attempt_adds(paths: RunPaths) -> None:
-    for epoch, start in ((1, 0), (2, 4), (3, 2), (3, 4)):
-        log = logged(paths, epoch=epoch)
-        log.add(CALL, start, [epoch, epoch], None)
+    for attempt, start in ((1, 0), (2, 4), (3, 2), (3, 4)):
+        log = logged(paths, attempt=attempt)
+        log.add(CALL, start, [attempt, attempt], None)
         log.close()
     assert read(paths).find(CALL) == Prefix([1, 1, 3, 3, 3, 3], None, None, False)
 
@@ -268,7 +268,7 @@ def _lengths(root: Path, *, killed: bool, continued: bool) -> np.ndarray:
                 log.add(calls[number], int(length[number]) - _BLOCK, range(_BLOCK), None)
             if killed and tick == kill:
                 log.close()
-                prefixes, log = read(paths), logged(paths, epoch=2)
+                prefixes, log = read(paths), logged(paths, attempt=2)
                 for number in going:
                     prefix = prefixes.find(calls[number]) if continued else None
                     length[number] = 0 if prefix is None else len(prefix.ids)

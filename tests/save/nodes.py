@@ -91,7 +91,7 @@ class Nodes:
             Parts().tensors(),
             provenance(),
             Ranks(store, rank, 2),
-            epoch_check=lambda: None,
+            attempt_check=lambda: None,
             local=LocalPlace(directory=self.disks[rank], is_first=True, keep=2),
         )
 

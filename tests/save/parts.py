@@ -89,11 +89,11 @@ def contents(step: int = 2, state: RuntimeState | None = None) -> SaveContents:
     )
 
 
-def provenance(epoch: int = 1, **changes: Any) -> Provenance:
+def provenance(attempt: int = 1, **changes: Any) -> Provenance:
     """Of nobody in particular."""
     fields: dict[str, Any] = {"schema_id": current_schema().schema_id, "dataset_fingerprint": "0" * 64}
     fields |= {"parent": None, "frozen": {}, "topology": Topology(dp=1)}
-    return Provenance(epoch=epoch, **(fields | changes))
+    return Provenance(attempt=attempt, **(fields | changes))
 
 
 def checkpoint_saver(
@@ -103,16 +103,16 @@ def checkpoint_saver(
     fence: Callable[[], None] = lambda: None,
     local: LocalPlace | None = None,
     encryption: EncryptionConfig | None = None,
-    epoch: int = 1,
+    attempt: int = 1,
     usual_seconds: float | None = None,
 ) -> CheckpointSaver:
     """A saver for `parts`; close it."""
     return CheckpointSaver(
         RunPaths(root),
         parts.tensors(),
-        provenance(epoch),
+        provenance(attempt),
         ALONE,
-        epoch_check=fence,
+        attempt_check=fence,
         local=local,
         usual_seconds=usual_seconds,
         encryption=encryption,

@@ -82,7 +82,7 @@ def main(root: Path, mesh: str, source: str, step: int) -> None:
         load_tensors(root / "checkpoints" / source, tensors, ranks)
     state = runtime(step, rank=ranks.rank, world_size=ranks.world_size)
     mine = contents(step, state)
-    saver = CheckpointSaver(RunPaths(root), tensors, provenance(), ranks, epoch_check=lambda: None)
+    saver = CheckpointSaver(RunPaths(root), tensors, provenance(), ranks, attempt_check=lambda: None)
     saver.begin(SaveContents(runtime=state, texts=mine.texts if ranks.rank == 0 else {})).result()
     saver.close()
     dist.barrier()

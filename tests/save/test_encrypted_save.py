@@ -86,7 +86,7 @@ class Saves:
             tensors or domains(),
             provenance(),
             ALONE,
-            epoch_check=lambda: None,
+            attempt_check=lambda: None,
             encryption=self._encryption,
         )
         try:

@@ -134,7 +134,7 @@ def test_a_run_that_is_another_s_commits_nothing_on_the_nodes_either(
     def fenced() -> None:
         raise Fenced("attempt 2 owns the run")
 
-    monkeypatch.setattr(world.saver, "_epoch_check", fenced)
+    monkeypatch.setattr(world.saver, "_attempt_check", fenced)
     for left in (None, 0.0):  # with shared storage, and without
         world.saver._last_seconds = 1.0
         with pytest.raises(RanksFailed) as caught:
@@ -154,7 +154,7 @@ def test_a_shared_storage_that_does_not_say_who_owns_the_run_is_not_waited_for(
         asked.set()
         assert let_go.wait(60)
 
-    monkeypatch.setattr(world.saver, "_epoch_check", hang)
+    monkeypatch.setattr(world.saver, "_attempt_check", hang)
     saving = world.begin(2, on_kept=told)
     assert told.said.wait(60)
     assert asked.is_set()

@@ -19,7 +19,7 @@ def test_a_partial_save_holds_the_same_bits_of_what_it_holds_and_the_full_one_be
     tmp_path: Path,
 ) -> None:
     paths, parts = RunPaths(tmp_path), Parts(updates=2)
-    saver = CheckpointSaver(paths, parts.tensors(), provenance(), ALONE, epoch_check=lambda: None)
+    saver = CheckpointSaver(paths, parts.tensors(), provenance(), ALONE, attempt_check=lambda: None)
     try:
         some = saver.begin(contents(), components=("actor",)).result()
         saver.fence()
@@ -43,7 +43,7 @@ def test_a_partial_save_holds_the_same_bits_of_what_it_holds_and_the_full_one_be
 
 def test_with_its_optimizer_a_partial_save_holds_that_domain_too(tmp_path: Path) -> None:
     paths, parts = RunPaths(tmp_path), Parts(updates=2)
-    saver = CheckpointSaver(paths, parts.tensors(), provenance(), ALONE, epoch_check=lambda: None)
+    saver = CheckpointSaver(paths, parts.tensors(), provenance(), ALONE, attempt_check=lambda: None)
     try:
         done = saver.begin(contents(), components=("actor", "optimizer")).result()
     finally:

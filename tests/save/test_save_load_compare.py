@@ -180,7 +180,7 @@ def test_a_save_that_fails_leaves_nothing_behind(
     assert verify(_directory(tmp_path)).ok
 
 
-def test_a_fenced_incarnation_commits_nothing_and_says_why(tmp_path: Path) -> None:
+def test_a_fenced_attempt_commits_nothing_and_says_why(tmp_path: Path) -> None:
     def fence() -> None:
         raise Fenced("attempt 2 owns the run")
 

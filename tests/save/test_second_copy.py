@@ -232,14 +232,12 @@ def test_every_run_and_node_has_a_place_of_its_own(run: RunPaths, tmp_path: Path
     assert local_directory(None, run, "n1") is None
 
 
-def test_what_a_later_incarnation_saved_outlives_higher_steps_of_a_former_one(
-    run: RunPaths, local: Path
-) -> None:
+def test_what_a_later_attempt_saved_outlives_higher_steps_of_a_former_one(run: RunPaths, local: Path) -> None:
     """The run went back: its new part of a lower step is the one that counts (review)."""
     for step in (100, 110):
         _save(run, local, Parts(), step)
     saver = checkpoint_saver(
-        run.root, Parts(), local=LocalPlace(directory=local, is_first=True, keep=1), epoch=2
+        run.root, Parts(), local=LocalPlace(directory=local, is_first=True, keep=1), attempt=2
     )
     try:
         saver.begin(contents(60)).result()

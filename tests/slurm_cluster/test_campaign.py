@@ -84,7 +84,7 @@ def test_a_run_interrupted_at_random_moments_ends_bit_for_bit_like_its_twin(
     try:
         _keep_whole_ledger(run)  # before that there is nobody to interrupt
         while done.total() < wanted:
-            # Wait until training moves again; a generation that was already disturbed is not news.
+            # Wait until training moves again; a restart that was already disturbed is not news.
             before = len(run.events("training"))
             way = dice.choice(_ways(case))
             time.sleep(dice.uniform(0.0, 3.0))  # the random moment itself

@@ -55,7 +55,7 @@ def test_a_hang_is_noticed_the_stacks_tell_who_and_the_run_goes_on(
     assert sum("waits_for_a_judge_that_never_answers" in log for log in logs) == 1
     assert sum("all_reduce" in log for log in logs) >= 1  # the other one waits for it
     # Both ranks told of their collectives; the one that waits has begun one more.
-    flights = sorted(run.paths.logs.glob("*.gen_01.flight.rank_*.gloo.json"))
+    flights = sorted(run.paths.logs.glob("*.restart_01.flight.rank_*.gloo.json"))
     ends = [json.loads(path.read_bytes())["entries"][-1]["record_id"] for path in flights]
     assert [path.name.split("rank_")[1][0] for path in flights] == ["0", "1"]
     assert ends[0] > ends[1]

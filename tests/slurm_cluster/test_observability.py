@@ -52,7 +52,7 @@ def test_the_numbers_go_on_over_a_preemption_and_an_alert_makes_the_job_save(
     assert after["verl_restarts_total", "preemption"] == 1
     assert after["verl_requeues_total", "accepted"] == 1
     assert after["verl_checkpoint_saves_total", "emergency"] == 1
-    assert after["verl_run_epoch", ""] == 2
+    assert after["verl_run_attempt", ""] == 2
     assert after["verl_run_step", ""] >= 1
     assert 0 < after["verl_goodput_ratio", ""] <= 1
 

@@ -26,7 +26,8 @@ _PATIENCE_S = 900.0
 _ROOM = {"fds": 1.0, "threads": 1.0, "mb": 2.0, "litter": 2.0}
 """What a figure may differ from the first quarter's: a socket that is just being closed, a page more or less."""
 _KEPT = ("checkpoints", "logs", "ledger", "control", "tensorboard")
-"""What grows by design: pruned by rules of their own, or a claim of the epoch and TensorBoard's file for each start."""
+"""What grows by design: pruned by rules of their own, or a claim of the attempt and TensorBoard's file for each
+start."""
 _LONG = (
     *SMALL,
     "train.batch_size_per_device=128",

@@ -55,7 +55,7 @@ def run(tmp_path: Path) -> RunPaths:
     append_event(paths, "started", attempt=1)
     for step in (1, 2):
         staging = stage(paths, step)
-        commit(staging, manifest_of(staging), epoch_check=owns_it)
+        commit(staging, manifest_of(staging), attempt_check=owns_it)
         append_event(paths, "verified", attempt=1, name=f"step_{step:06d}")
     return paths
 
@@ -161,7 +161,7 @@ def test_data_that_is_accepted_without_its_record_is_shown_by_its_digests(tmp_pa
     carry_out(plan(paths, f"data.root={data}"), prepare_only=True)
     append_event(paths, "started", attempt=1)
     staging = stage(paths, 1)
-    commit(staging, manifest_of(staging, dataset_fingerprint="ab" * 32), epoch_check=owns_it)
+    commit(staging, manifest_of(staging, dataset_fingerprint="ab" * 32), attempt_check=owns_it)
     paths.fingerprint.unlink()
     shown: list[Drift] = []
     with pytest.raises(DatasetDrift):
@@ -178,7 +178,7 @@ def test_data_that_is_accepted_without_its_record_is_shown_by_its_digests(tmp_pa
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        ("epoch", "then `rm .*/epoch`"),
+        ("attempt", "then `rm .*/attempt`"),
         ("rewards.json", "put the file back as it was"),
         ("orchestration.json", "cp -f .*/step_000002/orchestration.json .*/orchestration.json"),
     ],

@@ -118,7 +118,7 @@ def save(paths: RunPaths) -> Callable[..., Path]:
     def make(step: int, days_ago: float = 0, files: dict[str, bytes] = FILES, **changes: Any) -> Path:
         staging = stage(paths, step, 0, files)
         saved = {"created_utc": _days_ago(days_ago)}
-        return commit(staging, manifest_of(staging, **(saved | changes)), epoch_check=owns_it)
+        return commit(staging, manifest_of(staging, **(saved | changes)), attempt_check=owns_it)
 
     return make
 

@@ -298,7 +298,7 @@ def test_a_checkpoint_that_was_saved_again_replaces_the_old_one(
     tiers = opened(paths, nvme)
     run_pass(paths, tiers)
     shutil.rmtree(final)
-    save(10, files=FILES | {"actor/__0_0.distcp": b"better"}, epoch=2)
+    save(10, files=FILES | {"actor/__0_0.distcp": b"better"}, attempt=2)
     done = run_pass(paths, tiers)
     assert done.ok
     assert done.done[0].action.reason == "saved again since: attempt 2, here attempt 1"
@@ -306,7 +306,7 @@ def test_a_checkpoint_that_was_saved_again_replaces_the_old_one(
     assert stored.read_bytes() == b"better"
     # A successor that does not verify replaces nothing.
     shutil.rmtree(final)
-    final = save(10, files=FILES | {"actor/__0_0.distcp": b"worse!"}, epoch=3)
+    final = save(10, files=FILES | {"actor/__0_0.distcp": b"worse!"}, attempt=3)
     (final / "actor" / "__0_0.distcp").write_bytes(b"rotten")
     assert "successor does not verify" in run_pass(paths, tiers).done[0].problem
     assert truth(paths, tiers) == {"nvme": {"step_000010"}}

@@ -13,14 +13,14 @@ def name(step: int) -> str:
 
 
 def copy(
-    step: int, days: float = 0, *, verified: bool | None = True, epoch: int = 1, **changes: object
+    step: int, days: float = 0, *, verified: bool | None = True, attempt: int = 1, **changes: object
 ) -> TierCopy:
     fields: dict[str, object] = {
         "name": name(step),
         "committed": True,
         "verified": verified,
-        "digest": f"{step}.{epoch}",
-        "epoch": epoch,
+        "digest": f"{step}.{attempt}",
+        "attempt": attempt,
         "saved": NOW - timedelta(days=days),
     }
     return TierCopy(**(fields | changes))  # type: ignore[arg-type]
@@ -89,13 +89,13 @@ def test_what_is_too_old_stays_while_a_later_tier_waits_for_it() -> None:
 
 
 def test_another_checkpoint_of_the_same_name_is_no_copy() -> None:
-    new, old = copy(20), copy(10, 8, epoch=1)
+    new, old = copy(20), copy(10, 8, attempt=1)
     action = plan(
-        local(new), tier("nvme", new, old, keep=7), tier("store", new, copy(10, 8, epoch=2), keep=90)
+        local(new), tier("nvme", new, old, keep=7), tier("store", new, copy(10, 8, attempt=2), keep=90)
     )
     assert action["nvme", name(10)].kind == "copy"  # the later one, from store
     assert action["nvme", name(10)].replace
-    again = copy(10, 8, epoch=2)
+    again = copy(10, 8, attempt=2)
     action = plan(local(new), tier("nvme", new, again, keep=7), tier("store", new, old, keep=90))
     assert (action["store", name(10)].kind, action["store", name(10)].replace) == ("copy", True)
     assert action["nvme", name(10)].kind == "keep"
@@ -162,8 +162,8 @@ def test_a_tier_that_does_not_answer_has_no_actions() -> None:
     assert found == {("checkpoints", 10): "keep", ("cold", 10): "copy"}
 
 
-def test_what_a_later_incarnation_saved_is_newer_than_what_the_run_turned_its_back_on() -> None:
-    live, abandoned = copy(501, 8, epoch=2), copy(1000, 9, epoch=1)
+def test_what_a_later_attempt_saved_is_newer_than_what_the_run_turned_its_back_on() -> None:
+    live, abandoned = copy(501, 8, attempt=2), copy(1000, 9, attempt=1)
     states = (local(live), tier("nvme", live, abandoned, keep=7), tier("store", live, abandoned))
     assert last_good(states) == name(501)
     found = kinds(*states)
@@ -174,8 +174,8 @@ def test_what_a_later_incarnation_saved_is_newer_than_what_the_run_turned_its_ba
 
 _DAYS = st.sampled_from([0, 3, 10, 50, 200])
 _copies = st.builds(
-    lambda step, days, verified, epoch, shape: (
-        copy(step, days, verified=verified, epoch=epoch)
+    lambda step, days, verified, attempt, shape: (
+        copy(step, days, verified=verified, attempt=attempt)
         if shape == "whole"
         else TierCopy(name=name(step), committed=False, litter=shape == "litter", detail="x")
     ),
@@ -211,7 +211,7 @@ def _carried_out(
             assert source is not None, "copied from where it is not"
             if source.verified is not False:
                 held[action.tier][action.name] = copy(
-                    int(action.name[5:]), epoch=source.epoch, saved=source.saved, digest=source.digest
+                    int(action.name[5:]), attempt=source.attempt, saved=source.saved, digest=source.digest
                 )
     for action in [a for a in actions if a.kind == "drop"][:drops]:
         if all(held[where][which].good for where, which in action.witnesses):
@@ -260,9 +260,9 @@ def test_no_plan_ever_loses_the_last_good_one_or_relies_on_what_goes(
 def test_an_older_attempt_is_not_copied_where_the_newest_is_too_old_to_stay() -> None:
     """Found by the property below: copied, replaced by the newest, dropped as too old, copied again for ever."""
     states = (
-        local(copy(1, epoch=1), copy(2, epoch=1)),
-        tier("t0", copy(1, 3, epoch=2), copy(2, epoch=2)),
-        tier("t1", copy(2, epoch=2), keep=1),
+        local(copy(1, attempt=1), copy(2, attempt=1)),
+        tier("t0", copy(1, 3, attempt=2), copy(2, attempt=2)),
+        tier("t1", copy(2, attempt=2), keep=1),
     )
     assert kinds(*states)["t1", 1] == "skip"
 

@@ -56,8 +56,8 @@ def there(cold: TierConfig) -> set[str]:
 
 
 def forge(directory: Path) -> None:
-    """Another epoch, with the digests in order and the signature of before."""
-    manifest = msgspec.structs.replace(read_manifest(directory), epoch=7)
+    """Another attempt, with the digests in order and the signature of before."""
+    manifest = msgspec.structs.replace(read_manifest(directory), attempt=7)
     (directory / MANIFEST).write_bytes(render(sealed(manifest)))
     assert verify(directory).ok
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.fakes.daemon import AtSafePoint
-from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.fence import take_attempt
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.config.load import load_resolved
@@ -42,13 +42,13 @@ def live_through(root: str, lives: Lives, place: Place, device: torch.device, ra
     for at, how in lives:
         words: list[object] = [None, None]
         if place.rank == 0:
-            epoch = take_epoch(paths, job_id="test", restart=0).epoch
-            words = [epoch, choose_resume(paths, "auto").name or ""]
+            attempt = take_attempt(paths, job_id="test", restart=0).attempt
+            words = [attempt, choose_resume(paths, "auto").name or ""]
         dist.broadcast_object_list(words)
         loop = build_loop(
             config,
             paths,
-            epoch=int(str(words[0])),
+            attempt=int(str(words[0])),
             resume=str(words[1]),
             device=device,
             ranks=ranks,

@@ -32,7 +32,7 @@ from tests.fakes.daemon import Daemon
 from tests.ledger_stats import ledger_stats
 from tests.processes import python_path, tell
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.fence import take_attempt
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.keys import Keyring, load_keys, new_key_file
 from verl_slurm.base.paths import RunPaths
@@ -130,14 +130,14 @@ class Runs:
         control: Path | None = None,
         resume: str | None = None,
     ) -> Ended:
-        """One incarnation: take the epoch, choose what to resume from, run all ranks to their end."""
-        epoch = take_epoch(paths, job_id="test", restart=0).epoch
+        """One attempt: take the attempt, choose what to resume from, run all ranks to their end."""
+        attempt = take_attempt(paths, job_id="test", restart=0).attempt
         if resume is None:
             resume = choose_resume(paths, "auto").name or ""
         world = load.load_resolved(paths.run_yaml).distributed.world_size
         module = "tests.fakes.scripted_rank" if script else "verl_slurm.trainer"
         argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-        argv += ["-m", "--", module, "--run", str(paths.root), "--epoch", str(epoch), "--resume", resume]
+        argv += ["-m", "--", module, "--run", str(paths.root), "--attempt", str(attempt), "--resume", resume]
         environ = os.environ | python_path() | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         environ.pop("VERL_SLURM_CONTROL", None)
         if script:

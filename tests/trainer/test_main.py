@@ -36,7 +36,7 @@ def _end(error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> t
     monkeypatch.setattr(entry, "NoDaemon", lambda: daemon)
     monkeypatch.setattr(entry, "_train", train)
     monkeypatch.setattr(os, "umask", lambda _: 0)
-    code = entry.main(["--run", str(tmp_path), "--epoch", "1"])
+    code = entry.main(["--run", str(tmp_path), "--attempt", "1"])
     return code, [message.exit_code for message in daemon.heard(RankRefused)]
 
 

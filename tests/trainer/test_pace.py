@@ -111,10 +111,10 @@ def test_young_daly_learns_what_a_save_costs_and_then_keeps_to_the_optimum(tmp_p
 def test_young_daly_counts_the_interruptions_that_the_journal_tells_of(tmp_path: Path) -> None:
     checkpoint = CheckpointConfig(cadence="young_daly", every_steps=500, expected_mtbi_h=1.0)
     paths = RunPaths(private_dir(tmp_path / "run"))
-    for epoch in range(1, 5):
-        append_event(paths, "started", attempt=epoch)
-        append_event(paths, "crash", attempt=epoch)
-        append_event(paths, "ended", attempt=epoch)
+    for attempt in range(1, 5):
+        append_event(paths, "started", attempt=attempt)
+        append_event(paths, "crash", attempt=attempt)
+        append_event(paths, "ended", attempt=attempt)
     crashing = Run(tmp_path, checkpoint).train(300, save_s=2.0)
     (tmp_path / "calm").mkdir()
     calm = Run(tmp_path / "calm", checkpoint).train(300, save_s=2.0)

@@ -104,7 +104,7 @@ def test_a_step_s_row_is_logged_until_the_disk_is_full_and_evaluations_have_curv
     logged: list[dict[str, float]] = []
     drawn: list[dict[str, float]] = []
 
-    def log(paths: RunPaths, epoch: int, row: dict[str, float]) -> None:
+    def log(paths: RunPaths, attempt: int, row: dict[str, float]) -> None:
         logged.append(row)
         if len(logged) == 2:
             raise OSError(28, "No space left on device")

@@ -258,7 +258,7 @@ def test_a_directory_that_is_no_run_ends_with_one_line_and_its_exit_code(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(entry.CONTROL_VARIABLE, raising=False)
-    assert entry.main(["--run", str(tmp_path), "--epoch", "1"]) == ExitCode.NOT_FOUND
+    assert entry.main(["--run", str(tmp_path), "--attempt", "1"]) == ExitCode.NOT_FOUND
     error = capfd.readouterr().err
     assert error.count("\n") == 1
     assert "not a run directory" in error
@@ -271,7 +271,7 @@ def test_a_rank_without_its_key_is_refused_before_it_reads_or_makes_anything(tmp
         build_loop(
             run_config(encryption=encryption),
             RunPaths(tmp_path),
-            epoch=1,
+            attempt=1,
             resume="",
             device=torch.device("cpu"),
             ranks=Collective(None),

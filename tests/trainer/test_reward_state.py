@@ -12,7 +12,7 @@ import torch
 
 from tests.builders import reward_switch
 from verl_slurm.base.errors import CheckpointCorrupt, Fenced
-from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.fence import take_attempt
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.save.ranks.collective import Collective, RanksFailed
@@ -127,7 +127,7 @@ def _swap(root: Path, plan: RewardPlan | None = None, **options: Any) -> RewardS
     anything: Any = SimpleNamespace(complain=said.append, notice=said.append)
     return RewardSwap(
         paths=RunPaths(root),
-        epoch=1,
+        attempt=1,
         ranks=options.pop("ranks", Collective(None)),
         reporter=anything,
         plan=plan or RewardPlan(),
@@ -142,7 +142,7 @@ def test_a_record_that_cannot_be_written_leaves_the_old_reward_and_none_may_be_l
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = RunPaths(tmp_path)
-    take_epoch(paths, job_id="test", restart=0)
+    take_attempt(paths, job_id="test", restart=0)
     ask_for_reward(paths, "rule:arithmetic", 1)
     wish = read_reward_request(paths)
     assert wish is not None
@@ -168,10 +168,10 @@ def test_a_record_that_cannot_be_written_leaves_the_old_reward_and_none_may_be_l
         _swap(tmp_path).perform(wish, state)
 
 
-def test_an_incarnation_that_was_fenced_off_records_nothing(tmp_path: Path) -> None:
+def test_an_attempt_that_was_fenced_off_records_nothing(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     for _ in range(2):
-        take_epoch(paths, job_id="test", restart=0)
+        take_attempt(paths, job_id="test", restart=0)
     ask_for_reward(paths, "rule:arithmetic", 1)
     wish = read_reward_request(paths)
     assert wish is not None
@@ -205,7 +205,7 @@ def test_a_replicas_responses_count_once_however_many_ranks_it_has(tmp_path: Pat
 
 def test_a_reward_that_tosses_coins_is_refused(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
-    take_epoch(paths, job_id="test", restart=0)
+    take_attempt(paths, job_id="test", restart=0)
     source = "import itertools\nn = itertools.count()\ndef score(p, r, a): return [next(n) for _ in r]\n"
     (tmp_path / "coin.py").write_text(source)
     ask_for_reward(paths, f"python:{tmp_path / 'coin.py'}:score", 1)

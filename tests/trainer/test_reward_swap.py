@@ -89,7 +89,7 @@ class Place1:
         return new_training(self.root / name, self.model, self.data, **values, **model)
 
     def start(self, paths: RunPaths, script: Script, warm_steps: int = WARM_STEPS, new: str = "") -> Loop:
-        """One incarnation, until it ends or is killed."""
+        """One attempt, until it ends or is killed."""
         wish = new or f"python:{self.source}:score"
         script.ask = lambda: ask_for_reward(paths, wish, warm_steps)  # type: ignore[assignment, return-value]
         loop = live(paths, script, self.device, self.ranks)
@@ -258,7 +258,7 @@ def test_a_request_that_comes_while_storage_is_slow_is_read_once_it_answers(
     monkeypatch.setattr(swap, "_PATIENCE_S", 0.01)
     swapping = RewardSwap(
         paths=RunPaths(tmp_path),
-        epoch=1,
+        attempt=1,
         ranks=Collective(None),
         reporter=cast("Reporter", SimpleNamespace(complain=print)),
         plan=RewardPlan(),

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from tests.builders import run_config, write_manifest
-from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.fence import take_attempt
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.components import Components
@@ -34,7 +34,7 @@ def _commit(
     return SavedCheckpoint(name=final.name, seconds=0.1, num_bytes=0)
 
 
-class Incarnation:
+class Attempt:
     """A Checkpointer whose saves cost nothing."""
 
     def __init__(
@@ -58,7 +58,7 @@ class Incarnation:
             saver=_Commits(paths),  # type: ignore[arg-type]
             ledger=self.ledger,  # type: ignore[arg-type]
             schema=_any(),
-            epoch=take_epoch(paths, job_id="1", restart=0).epoch,
+            attempt=take_attempt(paths, job_id="1", restart=0).attempt,
             resumed_from=resumed,
         )
 
@@ -132,7 +132,7 @@ def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
 
 
 def test_pruning_after_a_save_reads_no_checkpoint(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = Incarnation(paths, monkeypatch, keep_last=2)
+    ours = Attempt(paths, monkeypatch, keep_last=2)
     assert [ours.save(step) for step in (1, 2, 3, 4)] == [[1], [1, 2], [2, 3], [3, 4]]
 
 
@@ -141,7 +141,7 @@ def test_what_was_resumed_from_stays_beside_the_first_save_of_ours(
 ) -> None:
     for step in (1, 2, 3):
         _commit(paths, step)
-    ours = Incarnation(paths, monkeypatch, keep_last=1, resumed="step_000003")
+    ours = Attempt(paths, monkeypatch, keep_last=1, resumed="step_000003")
     assert ours.save(4) == [3, 4]
     assert ours.save(5) == [4, 5]
 
@@ -149,7 +149,7 @@ def test_what_was_resumed_from_stays_beside_the_first_save_of_ours(
 def test_while_too_little_is_known_nothing_goes(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 2, 3):
         _commit(paths, step)
-    ours = Incarnation(paths, monkeypatch, keep_last=1)
+    ours = Attempt(paths, monkeypatch, keep_last=1)
     assert ours.save(4) == [1, 2, 3, 4]
     assert ours.save(5) == [4, 5]
 
@@ -157,7 +157,7 @@ def test_while_too_little_is_known_nothing_goes(paths: RunPaths, monkeypatch: py
 def test_many_short_lives_do_not_fill_the_disk(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     _commit(paths, 1)
     for step in range(2, 9):
-        left = Incarnation(paths, monkeypatch, keep_last=3, resumed=f"step_{step - 1:06d}").save(step)
+        left = Attempt(paths, monkeypatch, keep_last=3, resumed=f"step_{step - 1:06d}").save(step)
         assert len(left) <= 3
     assert left == [6, 7, 8]
 
@@ -165,7 +165,7 @@ def test_many_short_lives_do_not_fill_the_disk(paths: RunPaths, monkeypatch: pyt
 def test_a_checkpoint_that_the_daemon_set_aside_counts_no_more(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours = Incarnation(paths, monkeypatch, keep_last=2)
+    ours = Attempt(paths, monkeypatch, keep_last=2)
     for step in (1, 2):
         ours.save(step)
     private_dir(paths.quarantine)
@@ -176,7 +176,7 @@ def test_a_checkpoint_that_the_daemon_set_aside_counts_no_more(
 def test_one_in_every_so_many_is_kept_for_ever_and_holds_no_journal_back(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours = Incarnation(paths, monkeypatch, keep_last=2, keep_every=4)
+    ours = Attempt(paths, monkeypatch, keep_last=2, keep_every=4)
     for step in range(1, 11):
         left = ours.save(step)
     assert left == [4, 8, 9, 10]
@@ -186,7 +186,7 @@ def test_one_in_every_so_many_is_kept_for_ever_and_holds_no_journal_back(
 def test_the_best_by_the_evaluation_is_kept_and_one_from_the_middle_of_a_step_has_no_value(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours = Incarnation(paths, monkeypatch, keep_last=2, keep_best=1)
+    ours = Attempt(paths, monkeypatch, keep_last=2, keep_best=1)
     values = [0.1, 0.7, None, 0.4, 0.2, None]
     for step, value in enumerate(values, start=1):
         left = ours.save(step, value)
@@ -201,7 +201,7 @@ def test_the_best_by_the_evaluation_is_kept_and_one_from_the_middle_of_a_step_ha
 def test_partial_checkpoints_are_kept_in_bounds_and_never_counted_among_the_full_ones(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours = Incarnation(paths, monkeypatch, keep_last=2, keep_every=4)
+    ours = Attempt(paths, monkeypatch, keep_last=2, keep_every=4)
     ours.save(1)
     for step in range(2, 9):
         left = ours.save_partial(step)
@@ -214,8 +214,8 @@ def test_one_that_lost_the_run_between_its_save_and_its_clean_up_removes_nothing
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     paths = RunPaths(tmp_path / "run")
-    late = Incarnation(paths, monkeypatch, keep_last=1)
+    late = Attempt(paths, monkeypatch, keep_last=1)
     assert [late.save(step) for step in (1, 2)] == [[1], [1, 2]]
-    take_epoch(paths, job_id="2", restart=0)
+    take_attempt(paths, job_id="2", restart=0)
     assert late.save(3) == [1, 2, 3], "the new owner may go on from any of them"
     assert "no longer owns the run" in capfd.readouterr().err

@@ -9,7 +9,7 @@ import pytest
 
 from tests.verl.verl_steps import make_directory, make_step
 from verl_slurm.base.errors import Fenced, NoRoom
-from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.fence import take_attempt
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.tree import Entry, list_tree
 from verl_slurm.checkpoint.decide.storage import Need, Room
@@ -61,7 +61,7 @@ def test_whole_steps_become_checkpoints_of_the_run_that_verify_and_hold_the_same
         assert everything(final / f"global_step_{step}") == everything(verl_dir / f"global_step_{step}")
         assert (final / "latest_checkpointed_iteration.txt").read_text() == str(step)
         manifest = read_manifest(final)
-        assert (manifest.guest, manifest.world_size, manifest.epoch) == ("verl", 2, 0)
+        assert (manifest.guest, manifest.world_size, manifest.attempt) == ("verl", 2, 0)
     assert everything(verl_dir) == before
     assert run.latest.read_text() == "step_000006\n"
     assert list((run.root / "work").iterdir()) == []
@@ -311,7 +311,7 @@ def test_a_start_of_the_run_meanwhile_fences_the_adoption(
 ) -> None:
     def starting(*args: object, **kwargs: object) -> None:
         copy_files(*args, **kwargs)  # type: ignore[arg-type]
-        take_epoch(run, job_id="7", restart=0)
+        take_attempt(run, job_id="7", restart=0)
 
     monkeypatch.setattr(module, "copy_files", starting)
     with pytest.raises(Fenced):
@@ -319,10 +319,10 @@ def test_a_start_of_the_run_meanwhile_fences_the_adoption(
     assert names(run) == []
 
 
-def test_a_run_that_had_its_incarnations_signs_with_the_last_one(verl_dir: Path, run: RunPaths) -> None:
-    take_epoch(run, job_id="7", restart=0)
+def test_a_run_that_had_its_attempts_signs_with_the_last_one(verl_dir: Path, run: RunPaths) -> None:
+    take_attempt(run, job_id="7", restart=0)
     adopt_steps(run, plan(verl_dir, run))
-    assert read_manifest(run.checkpoint(6)).epoch == 1
+    assert read_manifest(run.checkpoint(6)).attempt == 1
 
 
 def test_modes_of_the_copy_are_private_and_those_of_the_original_stay(verl_dir: Path, run: RunPaths) -> None:

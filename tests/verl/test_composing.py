@@ -25,7 +25,7 @@ pytestmark = pytest.mark.verl
 OWN = OwnSettings(
     nodes=2,
     ranks_per_node=8,
-    save_dir=PurePath("/run/work/epoch_000001"),
+    save_dir=PurePath("/run/work/attempt_000001"),
     resume=PurePath("/run/checkpoints/step_000007/global_step_7"),
     every_steps=10,
     name="a",
@@ -96,7 +96,7 @@ def test_verl_knows_every_word_of_the_configurations_that_ship(entry: Entry, fil
 def test_the_words_of_a_start_end_with_our_trainers_name() -> None:
     words = checked_settings("ppo", {"trainer.v1.trainer_mode": "colocate_async"}, OWN).words
     assert words[-1] == "trainer.v1.trainer_mode=verl_slurm_colocate_async"
-    assert "trainer.default_local_dir='/run/work/epoch_000001'" in words
+    assert "trainer.default_local_dir='/run/work/attempt_000001'" in words
     assert "hydra.run.dir='/run/work/hydra'" in words
     assert not any("checkpoint_callback_class" in word for word in words)
 

@@ -14,7 +14,7 @@ from tests.hostile.another_user import NOBODY, needs_another_user
 from tests.hostile.test_services import Eve
 from tests.processes import free_port
 from verl_slurm.base.errors import ConfigError, Fenced, PermissionRefused, WireError
-from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.fence import take_attempt
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.loop_checkpoint import LoopSave, commit_tree
@@ -28,7 +28,7 @@ from verl_slurm.wire.store_line import StoreLine
 
 def arguments(paths: RunPaths) -> argparse.Namespace:
     scratch = private_dir(paths.root / "scratch")
-    words = ["--run", str(paths.root), "--epoch", "1", "--node-rank", "0", "--nodes", "2"]
+    words = ["--run", str(paths.root), "--attempt", "1", "--node-rank", "0", "--nodes", "2"]
     return node._parser().parse_args([*words, "--head", "127.0.0.1:4001", "--scratch", str(scratch)])
 
 
@@ -38,7 +38,7 @@ def paths(tmp_path: Path) -> RunPaths:
     for directory in (found.checkpoints, found.control):
         private_dir(directory)
     write_file(found.run_yaml, b"name: run\n")
-    take_epoch(found, job_id="1", restart=0)
+    take_attempt(found, job_id="1", restart=0)
     return found
 
 
@@ -52,12 +52,12 @@ def saved(paths: RunPaths, *, part: str = "actor", ranks: int = 2) -> str:
     directory = paths.work(1) / "global_step_7"
     (directory / part).mkdir(parents=True)
     (directory / part / "x.pt").write_bytes(b"x")
-    save = LoopSave(guest="verl", step=7, epoch=1, world_size=ranks)
+    save = LoopSave(guest="verl", step=7, attempt=1, world_size=ranks)
     return commit_tree(paths, save, {"global_step_7": directory}).name
 
 
-def lead(paths: RunPaths, epoch: int = 1) -> None:
-    write_lead_address(paths, LeadAddress(epoch=epoch, generation=1, host="h", port=1, token="ab" * 32))
+def lead(paths: RunPaths, attempt: int = 1) -> None:
+    write_lead_address(paths, LeadAddress(attempt=attempt, restart=1, host="h", port=1, token="ab" * 32))
 
 
 def test_a_resume_names_what_verl_wrote_within_the_verified_checkpoint(paths: RunPaths) -> None:
@@ -88,14 +88,14 @@ def test_a_checkpoint_of_verls_other_trainer_is_refused(paths: RunPaths, entry: 
 
 def test_the_token_is_written_for_this_user_alone(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     lead(paths)
-    monkeypatch.setenv("VERL_SLURM_GENERATION", "3")
+    monkeypatch.setenv("VERL_SLURM_RESTART", "3")
     file = node._write_token(paths, arguments(paths))
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert len(file.read_text()) == 64
 
 
-def test_another_incarnations_lead_a_broken_file_and_one_open_to_others_are_refused(paths: RunPaths) -> None:
-    lead(paths, epoch=2)
+def test_another_attempts_lead_a_broken_file_and_one_open_to_others_are_refused(paths: RunPaths) -> None:
+    lead(paths, attempt=2)
     with pytest.raises(Fenced):
         node._write_token(paths, arguments(paths))
     write_file(paths.lead_address, b"{")

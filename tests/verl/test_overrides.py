@@ -21,7 +21,7 @@ from verl_slurm.verl.verl_inputs import said_settings
 OWN = OwnSettings(
     nodes=2,
     ranks_per_node=4,
-    save_dir=PurePath("/r/work/epoch_000003"),
+    save_dir=PurePath("/r/work/attempt_000003"),
     resume=None,
     every_steps=10,
     name="run",
@@ -178,7 +178,7 @@ def test_verls_own_default_for_saving_is_replaced_and_not_judged() -> None:
 
 def test_a_start_says_where_to_save_and_nothing_to_resume_from() -> None:
     got = ours("ppo", {"trainer.total_epochs": 2})
-    assert got["trainer.default_local_dir"] == "/r/work/epoch_000003"
+    assert got["trainer.default_local_dir"] == "/r/work/attempt_000003"
     assert (got["trainer.resume_mode"], got["trainer.resume_from_path"]) == ("disable", None)
     assert (got["trainer.nnodes"], got["trainer.n_gpus_per_node"]) == (2, 4)
     assert (got["trainer.save_freq"], got["trainer.experiment_name"]) == (10, "run")

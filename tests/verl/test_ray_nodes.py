@@ -63,8 +63,8 @@ def test_ray_asks_for_a_token_that_stands_in_a_file_and_nowhere_else() -> None:
     assert not any("token" in word.lower() for word in argv(is_head=True))
 
 
-def test_the_token_is_another_one_in_each_generation_and_does_not_tell_the_leads_secret() -> None:
-    tokens = {ray_token("ab" * 32, epoch, generation) for epoch in (1, 2) for generation in (1, 2)}
+def test_the_token_is_another_one_in_each_restart_and_does_not_tell_the_leads_secret() -> None:
+    tokens = {ray_token("ab" * 32, attempt, restart) for attempt in (1, 2) for restart in (1, 2)}
     assert len(tokens) == 4
     assert all(len(token) == 64 and "abab" not in token for token in tokens)
     assert ray_token("ab" * 32, 1, 2) == ray_token("ab" * 32, 1, 2), "every node has the same"

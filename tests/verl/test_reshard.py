@@ -21,7 +21,7 @@ from tests.fakes.torch_divider import fake_divider, shard_step
 from tests.verl.fake_shards import fsdp1_step, fsdp2_step, gathered
 from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, Fenced, NoRoom, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.fence import take_attempt
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.tree import open_directory
 from verl_slurm.checkpoint.decide.storage import FreeSpace, judge_room
@@ -47,7 +47,7 @@ def committed(paths: RunPaths, own: Path, ranks: int, guest: str = "verl") -> Pa
     """A checkpoint of a run of verl's PPO."""
     step = int(own.name.rpartition("_")[2])
     texts = {**tracker_file(step), **positions_file(Positions(32, {"a": 31}))}
-    save = LoopSave(guest=guest, step=step, epoch=1, world_size=ranks)
+    save = LoopSave(guest=guest, step=step, attempt=1, world_size=ranks)
     return paths.checkpoints / commit_tree(paths, save, {own.name: own}, texts=texts).name
 
 
@@ -438,7 +438,7 @@ def test_data_that_cannot_be_divided_among_the_ranks_is_refused(tmp_path: Path) 
 
 
 def test_the_native_trainers_checkpoints_need_no_dividing(paths: RunPaths) -> None:
-    save = LoopSave(guest="loop", step=4, epoch=1, world_size=2)
+    save = LoopSave(guest="loop", step=4, attempt=1, world_size=2)
     part = paths.work(1) / "guest"
     part.mkdir(parents=True)
     (part / "x").write_bytes(b"x")
@@ -615,7 +615,7 @@ def test_an_attempt_that_is_to_end_or_was_replaced_leaves_no_copy(paths: RunPath
 
     def replaced(module: Sequence[str], places: Sequence[Path]) -> Command:
         if len(module) > 3:
-            take_epoch(paths, job_id="2", restart=0)
+            take_attempt(paths, job_id="2", restart=0)
         return fake_divider(module, places)
 
     with pytest.raises(Fenced):

@@ -7,7 +7,7 @@ import pytest
 
 from tests.fakes.daemon import Daemon
 from verl_slurm.base.errors import CheckpointCorrupt, DataError
-from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.fence import take_attempt
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.loop_checkpoint import LoopSave, commit_tree
@@ -119,7 +119,7 @@ class Manager(Recording):
 def test_what_the_ledger_answered_is_told_once_and_problems_loudly(tmp_path: Path) -> None:
     paths, line, manager = RunPaths(tmp_path), Daemon(), Manager()
     paths.run_yaml.write_bytes(b"name: run\n")
-    session = Session(line, rank=0, world_size=1, paths=paths, epoch=1)
+    session = Session(line, rank=0, world_size=1, paths=paths, attempt=1)
     found = Rollouts(session, batch_size=8)
     for told in (Account(0, 0, 8), Account(5, 2, 8, ["a problem"], {"how"}), Account(5, 2, 16, [], {"how"})):
         manager.told = told
@@ -136,7 +136,7 @@ def commit_step(paths: RunPaths, step: int, positions: Positions) -> None:
     written = paths.work(2) / f"global_step_{step}"
     written.mkdir(parents=True)
     (written / "data.pt").write_bytes(b"state")
-    save = LoopSave(guest="verl", step=step, epoch=2, world_size=1)
+    save = LoopSave(guest="verl", step=step, attempt=2, world_size=1)
     commit_tree(paths, save, {written.name: written}, texts=positions_file(positions))
 
 
@@ -145,11 +145,11 @@ def test_records_go_when_no_kept_checkpoint_needs_them(tmp_path: Path) -> None:
     for directory in (paths.checkpoints, paths.control):
         private_dir(directory)
     write_file(paths.run_yaml, b"name: run\ncheckpoint: {keep_last: 2}\n")
-    take_epoch(paths, job_id="1", restart=0)
+    take_attempt(paths, job_id="1", restart=0)
     with Ledger(paths, 1, 0) as ledger:
         ledger.append(3, 0, {"meta": np.zeros(1)})
-    assert take_epoch(paths, job_id="1", restart=1).epoch == 2
-    found = Rollouts(Session(Daemon(), rank=0, world_size=1, paths=paths, epoch=2), batch_size=8)
+    assert take_attempt(paths, job_id="1", restart=1).attempt == 2
+    found = Rollouts(Session(Daemon(), rank=0, world_size=1, paths=paths, attempt=2), batch_size=8)
     given = (Positions(8, {"late": 5}), Positions(16, {"late": 5}), Positions(24), Positions(32))
     for step, positions in enumerate(given, 1):
         commit_step(paths, step, positions)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.fakes.daemon import Daemon
 from verl_slurm.base.errors import Fenced, VerlSlurmError
-from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.fence import take_attempt
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.verify import read_manifest
@@ -46,16 +46,16 @@ class Run:
         private_dir(self.paths.checkpoints)
         private_dir(self.paths.control)
         write_file(self.paths.run_yaml, b"name: run\n")
-        self.epoch = take_epoch(self.paths, job_id="1", restart=0).epoch
+        self.attempt = take_attempt(self.paths, job_id="1", restart=0).attempt
         self.line = Daemon()
-        self.session = Session(self.line, rank=0, world_size=1, paths=self.paths, epoch=self.epoch)
+        self.session = Session(self.line, rank=0, world_size=1, paths=self.paths, attempt=self.attempt)
         self.saves = saves_of(self.session)
         self.calls: list[int] = []
 
     def writes(self, step: int) -> Callable[[], None]:
         def write() -> None:
             self.calls.append(step)
-            directory = self.paths.work(self.epoch) / f"global_step_{step}"
+            directory = self.paths.work(self.attempt) / f"global_step_{step}"
             directory.mkdir(parents=True)
             (directory / "data.pt").write_bytes(b"state")
 
@@ -170,7 +170,7 @@ def test_a_request_whose_save_fails_is_answered_too_and_the_loop_leaves(run: Run
 
 def test_a_run_that_somebody_else_owns_is_not_trained_on(run: Run) -> None:
     run.saves.begin(0, 9)
-    take_epoch(run.paths, job_id="2", restart=0)
+    take_attempt(run.paths, job_id="2", restart=0)
     run.step(1, periodic=True)
     with pytest.raises(Fenced):
         run.step(2, periodic=True)

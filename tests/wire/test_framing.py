@@ -78,7 +78,7 @@ def test_a_flipped_bit_never_becomes_a_message(position: int, bit: int) -> None:
 
 
 @pytest.mark.scenario("M07")
-def test_proofs_differ_by_role_epoch_and_nonce() -> None:
+def test_proofs_differ_by_role_attempt_and_nonce() -> None:
     a, b = b"a" * 32, b"b" * 32
     proofs = {proof(TOKEN, b"agent", 1, a, b), proof(TOKEN, b"lead", 1, a, b)}
     proofs |= {proof(TOKEN, b"agent", 2, a, b), proof(TOKEN, b"agent", 1, b, a)}

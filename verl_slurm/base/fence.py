@@ -1,14 +1,14 @@
 """The fencing token: decides which attempt of a run may write.
 
 A requeued job can start while ranks of its former attempt still write (seen with a slurmd that lost its controller). No
-lease stops a paused writer, so the token is checked where writes become visible. Every manifest carries its epoch, and
-a rank reads the current owner once more just before the rename that commits.
+lease stops a paused writer, so the token is checked where writes become visible. Every manifest carries its attempt,
+and a rank reads the current owner once more just before the rename that commits.
 
-An attempt wins number N by making the name `control/epoch_N.claim` with link(2); the file already holds all facts about
-the winner. So a number has one winner on POSIX and on NFS, permanently, and a claim is never empty. `RUN/epoch` is a
-copy of the newest claim, for people and readers; the owner is the claim with the greatest number. So it does not matter
-when a winner writes the copy. A winner that was killed, or that slept for an hour in between, closes no other epoch. No
-clock and no age decide anything here.
+An attempt wins number N by making the name `control/attempt_N.claim` with link(2); the file already holds all facts
+about the winner. So a number has one winner on POSIX and on NFS, permanently, and a claim is never empty.
+`RUN/attempt` is a copy of the newest claim, for people and readers; the owner is the claim with the greatest number.
+So it does not matter when a winner writes the copy. A winner that was killed, or that slept for an hour in between,
+closes no other attempt. No clock and no age decide anything here.
 """
 
 import errno
@@ -31,13 +31,13 @@ from verl_slurm.base.processes import birth_of
 
 _Number = Annotated[int, msgspec.Meta(ge=0, le=999_999_999)]
 """Nine digits: ledger segments have the attempt in their names, and in 32 bits of their heads."""
-_TEMP = re.compile(r"\.?epoch_(\d{6,})\.")
+_TEMP = re.compile(r"\.?attempt_(\d{6,})\.")
 
 
-class Epoch(msgspec.Struct, frozen=True, kw_only=True):
-    """Describes the owner of a run: the content of `RUN/epoch` (JSON)."""
+class RunOwner(msgspec.Struct, frozen=True, kw_only=True):
+    """Describes the owner of a run: the content of `RUN/attempt` (JSON)."""
 
-    epoch: _Number
+    attempt: _Number
     cluster: str
     """`slurm` or `local`: the system that `job_id` belongs to."""
     job_id: str
@@ -51,16 +51,16 @@ class Epoch(msgspec.Struct, frozen=True, kw_only=True):
     """`processes.birth_of(pid)`: tells this process from a later one of the same number, independent of clocks."""
 
 
-def read_epoch(paths: RunPaths) -> Epoch | None:
+def read_owner(paths: RunPaths) -> RunOwner | None:
     """Returns the present owner, or None if the run never started.
 
     Raises:
-        CheckpointCorrupt: the file is not what `take_epoch` writes.
+        CheckpointCorrupt: the file is not what `take_attempt` writes.
     """
     # The copy is a place to start from and no more: a winner that slept may have written an older number over a newer
     # one. The claims above it decide.
     owner = read_copy(paths)
-    number = 1 if owner is None else owner.epoch + 1
+    number = 1 if owner is None else owner.attempt + 1
     with suppress(FileNotFoundError):
         while True:  # once, nearly always: the copy is written right after the claim
             owner = _read_claim(paths, number) or owner
@@ -68,41 +68,41 @@ def read_epoch(paths: RunPaths) -> Epoch | None:
     return owner
 
 
-def require_epoch(paths: RunPaths, epoch: int) -> None:
+def require_attempt(paths: RunPaths, attempt: int) -> None:
     """Checks the owner; a rank calls it before it makes anything of its own visible.
 
     Raises:
-        Fenced: `epoch` is closed: a newer attempt owns the run.
+        Fenced: `attempt` is closed: a newer attempt owns the run.
         FileNotFoundError: the record of the attempt is away, and maybe all of RUN: a file system that is not mounted,
             or a directory that was moved. Nobody else owns the run for that.
     """
-    owner = read_epoch(paths)
-    if owner is not None and owner.epoch > epoch:
+    owner = read_owner(paths)
+    if owner is not None and owner.attempt > attempt:
         raise Fenced(
             "this attempt no longer owns the run; nothing was written",
             where=paths.root,
-            found=f"attempt {owner.epoch} of job {owner.job_id}",
-            expected=f"attempt {epoch}",
+            found=f"attempt {owner.attempt} of job {owner.job_id}",
+            expected=f"attempt {attempt}",
         )
-    if owner is None or owner.epoch < epoch:
-        what = f"the record of attempt {epoch} is away; is RUN's file system mounted, or was RUN moved?"
+    if owner is None or owner.attempt < attempt:
+        what = f"the record of attempt {attempt} is away; is RUN's file system mounted, or was RUN moved?"
         raise FileNotFoundError(errno.ENOENT, what, str(paths.control))
 
 
-def take_epoch(
+def take_attempt(
     paths: RunPaths,
     *,
     job_id: str,
     restart: int,
     cluster: str = "local",
     slurm: str = "",
-    after: Epoch | msgspec.UnsetType | None = msgspec.UNSET,
-) -> Epoch:
-    """Closes the present epoch and opens the next one, as its owner.
+    after: RunOwner | msgspec.UnsetType | None = msgspec.UNSET,
+) -> RunOwner:
+    """Closes the present attempt and opens the next one, as its owner.
 
     Args:
-        after: the owner that the caller has seen and found to be over. The epoch is taken from that owner, and not from
-            one that came in between. Unset: from the present owner.
+        after: the owner that the caller has seen and found to be over. The attempt is taken from that owner, and not
+            from one that came in between. Unset: from the present owner.
 
     Raises:
         Fenced: another attempt took it at the same moment.
@@ -110,10 +110,10 @@ def take_epoch(
     # Claims lie where no other user can make names: who can make a claim owns the run.
     private_dir(paths.control)
     # Two leads may both have found the former one over. Both ask for the same number then, and link(2) lets one of them
-    # have it; taking it from the present owner would let the slower one close the faster one's epoch.
-    before = read_epoch(paths) if isinstance(after, msgspec.UnsetType) else after
-    mine = Epoch(
-        epoch=1 if before is None else before.epoch + 1,
+    # have it; taking it from the present owner would let the slower one close the faster one's attempt.
+    before = read_owner(paths) if isinstance(after, msgspec.UnsetType) else after
+    mine = RunOwner(
+        attempt=1 if before is None else before.attempt + 1,
         cluster=cluster,
         job_id=job_id,
         restart=restart,
@@ -123,38 +123,38 @@ def take_epoch(
         taken=datetime.now(UTC).isoformat(timespec="milliseconds"),
         born=birth_of(os.getpid()),
     )
-    # From here on the epoch is taken. All that follows serves people and readers, and a crash in it changes no owner.
+    # From here on the attempt is taken. All that follows serves people and readers, and a crash in it changes no owner.
     mine = _claim(paths, mine)
-    write_file(paths.epoch, msgspec.json.encode(mine))
-    _sweep(paths, mine.epoch)
+    write_file(paths.attempt, msgspec.json.encode(mine))
+    _sweep(paths, mine.attempt)
     return mine
 
 
-def _claim(paths: RunPaths, mine: Epoch) -> Epoch:
+def _claim(paths: RunPaths, mine: RunOwner) -> RunOwner:
     """Wins the number of `mine`, or the next number that is not spoilt."""
     while True:
         # The claim names its owner from its first moment, so a start that dies after it leaves nothing that only time
         # could resolve.
-        claim = _claim_path(paths, mine.epoch)
+        claim = _claim_path(paths, mine.attempt)
         if create_file(claim, msgspec.json.encode(mine)):
             return mine
-        there = _read_claim(paths, mine.epoch)
+        there = _read_claim(paths, mine.attempt)
         if there == mine:
             return mine  # NFS: the answer to our first try was lost
         if there is not None:
             raise Fenced(
                 "another job took this run at the same moment",
                 where=paths.root,
-                found=f"attempt {there.epoch} of job {there.job_id}, process {there.pid} on {there.host}",
+                found=f"attempt {there.attempt} of job {there.job_id}, process {there.pid} on {there.host}",
                 remedy=f"verl-slurm status {shell_word(paths.root)}",
             )
         # An unreadable claim names no owner. The next number closes it, whoever it was, without asking how old it is.
-        mine = msgspec.structs.replace(mine, epoch=mine.epoch + 1)
+        mine = msgspec.structs.replace(mine, attempt=mine.attempt + 1)
 
 
 def _sweep(paths: RunPaths, won: int) -> None:
     """Removes temporary files of attempts that died during a claim. A live attempt has lost and will notice."""
-    for temp in paths.control.glob("*epoch_*.tmp"):
+    for temp in paths.control.glob("*attempt_*.tmp"):
         number = _TEMP.match(temp.name)
         if number is not None and int(number[1]) <= won:
             # A live attempt that loses its temporary file here finds the number taken, and is fenced as any loser
@@ -162,28 +162,28 @@ def _sweep(paths: RunPaths, won: int) -> None:
             temp.unlink(missing_ok=True)
 
 
-def read_copy(paths: RunPaths) -> Epoch | None:
-    """Returns the owner as `RUN/epoch` has it, for those who only look: it may be an older one. None: no such file.
+def read_copy(paths: RunPaths) -> RunOwner | None:
+    """Returns the owner as `RUN/attempt` has it, for those who only look: it may be an older one. None: no such file.
 
     Raises:
-        CheckpointCorrupt: the file is not what `take_epoch` writes.
+        CheckpointCorrupt: the file is not what `take_attempt` writes.
     """
     try:
         # Bounded and typed: the file may have been handed over or damaged.
-        return decode_json(read_regular(paths.epoch, SMALL), Epoch, SMALL, doubles=False)
+        return decode_json(read_regular(paths.attempt, SMALL), RunOwner, SMALL, doubles=False)
     except FileNotFoundError:
         return None
     except UNREADABLE as error:
         raise CheckpointCorrupt(
             "the number of the run's attempt cannot be read",
-            where=paths.epoch,
+            where=paths.attempt,
             found=error,
-            remedy=f"make sure that no job of the run lives, then `rm {shell_word(paths.epoch)}`: the claims in "
+            remedy=f"make sure that no job of the run lives, then `rm {shell_word(paths.attempt)}`: the claims in "
             f"{paths.control.name}/ tell the number",
         ) from error
 
 
-def _read_claim(paths: RunPaths, number: int) -> Epoch | None:
+def _read_claim(paths: RunPaths, number: int) -> RunOwner | None:
     """Returns the winner of `number`. None: an empty claim: it is read before it is written, on
     a file system without links. Its number is spoilt: the next one is taken, which closes it.
 
@@ -191,12 +191,12 @@ def _read_claim(paths: RunPaths, number: int) -> Epoch | None:
         FileNotFoundError: the number is not claimed.
     """
     try:
-        claimed = decode_json(read_regular(_claim_path(paths, number), SMALL), Epoch, SMALL, doubles=False)
+        claimed = decode_json(read_regular(_claim_path(paths, number), SMALL), RunOwner, SMALL, doubles=False)
     except UNREADABLE:
         return None
     # A claim that was copied or renamed by hand counts for no other number.
-    return claimed if claimed.epoch == number else None
+    return claimed if claimed.attempt == number else None
 
 
 def _claim_path(paths: RunPaths, number: int) -> Path:
-    return paths.control / f"epoch_{number:06d}.claim"
+    return paths.control / f"attempt_{number:06d}.claim"

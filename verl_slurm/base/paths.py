@@ -3,7 +3,7 @@
 ```
 RUN/                        0700
   run.yaml                  the resolved config of the first start
-  epoch                     fencing token: the attempt that may write
+  attempt                   fencing token: the attempt that may write
   events.jsonl              what happened, append-only
   steps.jsonl               the numbers of every step, append-only (`journal/steps.py`)
   samples.jsonl             a few responses of each step as text; samples.old.jsonl: older ones
@@ -14,13 +14,13 @@ RUN/                        0700
   rewards.json              the reward in force from each step on, if it was ever replaced
   rewards/<digest>.py       source of each function that was ever the reward
   rewards/switch_0001/      of each replacement: the former reward's head and tokenizer config, and its last scores
-  control/                  lead.json (address and token of the live lead), claims of epochs and of successors,
+  control/                  lead.json (address and token of the live lead), claims of attempts and of successors,
                             resume_once, parts_since, trained_with.yaml (the configuration of the newest ranks),
                             tiers.json (what the mover read back in each tier), tiers.lock,
                             reward_request.json (another reward, as an operator asked for it),
                             imports (what the ranks import, for those that stand by),
                             metrics/ (where Prometheus finds the lead and the agents)
-  ledger/                   rollout journal: epoch_000003.rank_0000.ledger
+  ledger/                   rollout journal: attempt_000003.rank_0000.ledger
   ledger/turns/, tokens/    of verl: single turns and results of tools; tokens of responses that are being sampled
   checkpoints/              step_003000/, latest, quarantine/
   partial/checkpoints/      the same for partial saves, which are never resumed
@@ -29,7 +29,7 @@ RUN/                        0700
   code/<digest>/            copies of the user's code, by content; <digest>.json: its files; <sha256>.diff
   frozen/<digest>/          models that do not train, stored once by content; <digest>.json: their expected content
   run_id                    16 hex digits that tell this run from others of its name, in shared tiers
-  work/epoch_000003/        where a guest (config/schema.py) of that attempt writes uncommitted files
+  work/attempt_000003/      where a guest (config/schema.py) of that attempt writes uncommitted files
   logs/                     the output of lead, agents and ranks
   tensorboard/
 ```
@@ -60,8 +60,8 @@ class RunPaths:
         return self.root / "run.yaml"
 
     @property
-    def epoch(self) -> Path:
-        return self.root / "epoch"
+    def attempt(self) -> Path:
+        return self.root / "attempt"
 
     @property
     def events(self) -> Path:
@@ -171,9 +171,9 @@ class RunPaths:
     def ledger(self) -> Path:
         return self.root / "ledger"
 
-    def ledger_segment(self, epoch: int, rank: int) -> Path:
+    def ledger_segment(self, attempt: int, rank: int) -> Path:
         # The attempt in the name: where file locks do not work, it keeps two attempts from one file.
-        return self.ledger / f"epoch_{epoch:06d}.rank_{rank:04d}.ledger"
+        return self.ledger / f"attempt_{attempt:06d}.rank_{rank:04d}.ledger"
 
     @property
     def checkpoints(self) -> Path:
@@ -207,11 +207,11 @@ class RunPaths:
     def quarantine(self) -> Path:
         return self.checkpoints / "quarantine"
 
-    def work(self, epoch: int) -> Path:
+    def work(self, attempt: int) -> Path:
         """The directory in which a guest's loop of one attempt writes; whole files are moved into a checkpoint from
         there."""
         # One for each attempt: a fenced one that still writes meets nobody else's files.
-        return self.root / "work" / f"epoch_{epoch:06d}"
+        return self.root / "work" / f"attempt_{attempt:06d}"
 
     @property
     def run_id(self) -> Path:
@@ -235,21 +235,21 @@ class RunPaths:
     def logs(self) -> Path:
         return self.root / "logs"
 
-    def rank_log(self, epoch: int, generation: int, node_id: int) -> Path:
-        """Output of the ranks of one node, in one generation."""
-        return self.logs / f"epoch_{epoch:06d}.gen_{generation:02d}.node_{node_id:04d}.log"
+    def rank_log(self, attempt: int, restart: int, node_id: int) -> Path:
+        """Output of the ranks of one node, in one restart."""
+        return self.logs / f"attempt_{attempt:06d}.restart_{restart:02d}.node_{node_id:04d}.log"
 
-    def flight(self, epoch: int, generation: int) -> Path:
+    def flight(self, attempt: int, restart: int) -> Path:
         """The beginning of the names of the Flight Recorder's files, to which the rank is appended."""
-        return self.logs / f"epoch_{epoch:06d}.gen_{generation:02d}.flight.rank_"
+        return self.logs / f"attempt_{attempt:06d}.restart_{restart:02d}.flight.rank_"
 
-    def agent_log(self, epoch: int, node_id: int) -> Path:
-        """Log of the agents of one node, over all generations of one attempt."""
-        return self.logs / f"epoch_{epoch:06d}.node_{node_id:04d}.agent.log"
+    def agent_log(self, attempt: int, node_id: int) -> Path:
+        """Log of the agents of one node, over all restarts of one attempt."""
+        return self.logs / f"attempt_{attempt:06d}.node_{node_id:04d}.agent.log"
 
-    def service_log(self, epoch: int, name: str, index: int) -> Path:
+    def service_log(self, attempt: int, name: str, index: int) -> Path:
         """Output of a service on the `index`-th of its nodes, over all of its restarts in one attempt."""
-        return self.logs / f"epoch_{epoch:06d}.service_{name}.{index:04d}.log"
+        return self.logs / f"attempt_{attempt:06d}.service_{name}.{index:04d}.log"
 
     @property
     def tensorboard(self) -> Path:

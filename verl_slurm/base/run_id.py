@@ -23,7 +23,7 @@ def run_id(paths: RunPaths) -> str:
         TierError: the file is no id, or is lost while the ledger has records, which bear it.
     """
     if not paths.run_id.exists():
-        if any(path.stat().st_size > _EMPTY_SEGMENT for path in paths.ledger.glob("epoch_*.ledger")):
+        if any(path.stat().st_size > _EMPTY_SEGMENT for path in paths.ledger.glob("attempt_*.ledger")):
             raise TierError(
                 "the run's id is lost, and its ledger holds records that bear it",
                 where=paths.run_id,

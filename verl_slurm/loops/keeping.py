@@ -7,7 +7,7 @@ file system has room, so a guest must do so, too. One rank calls this, after a c
 from contextlib import suppress
 
 from verl_slurm.base.errors import Fenced, VerlSlurmError
-from verl_slurm.base.fence import require_epoch
+from verl_slurm.base.fence import require_attempt
 from verl_slurm.checkpoint.decide.retention import ASSURED_KEPT, plan_prune
 from verl_slurm.checkpoint.decide.storage import Need, Room, need_of_next
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
@@ -74,7 +74,7 @@ class Keeper:
         self._removing.close()
 
     def _prune(self) -> None:
-        epoch = self._session.epoch
+        attempt = self._session.attempt
         plan = plan_prune(
             list_checkpoints(self._paths),
             self._config.keep_last,
@@ -88,7 +88,7 @@ class Keeper:
         apply_prune(
             self._paths,
             plan,
-            epoch_check=lambda: require_epoch(self._paths, epoch),
+            attempt_check=lambda: require_attempt(self._paths, attempt),
             remove=self._removing.remove,
         )
 

@@ -14,7 +14,7 @@ those of an undisturbed run. docs/guests.md states the requirements.
 
 A loop may also run without a daemon, under torchrun or alone, into a directory of the user's choice. Then there are no
 save requests, no verification of saves and no restarts. So rank 0 does what a lead does at a start: it takes the run's
-epoch, sweeps the remains of dead processes, and finds the newest checkpoint that verifies.
+attempt, sweeps the remains of dead processes, and finds the newest checkpoint that verifies.
 """
 
 import os
@@ -27,7 +27,7 @@ from typing import Self
 import msgspec
 
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.fence import take_attempt
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
@@ -169,7 +169,7 @@ class LoopRun:
 
     def _by_hand(self, run_dir: Path) -> Session:
         session, ranks = self._session, self._ranks
-        # One rank takes the epoch and chooses: ranks that looked by themselves could choose different checkpoints.
+        # One rank takes the attempt and chooses: ranks that looked by themselves could choose different checkpoints.
         start = ranks.on_first("taking the run", lambda: _take_the_run(run_dir), _Start)
         paths = RunPaths(start.root)
         return Session(
@@ -177,7 +177,7 @@ class LoopRun:
             rank=session.rank,
             world_size=session.world_size,
             paths=paths,
-            epoch=start.epoch,
+            attempt=start.attempt,
             resume=paths.checkpoints / start.resume if start.resume else None,
         )
 
@@ -284,7 +284,7 @@ class LoopRun:
         return write_state(self._objects, self._saver.work, self.step, ranks)
 
     def _prepare(self) -> None:
-        work = clear_work(self._session.paths, self._session.epoch)
+        work = clear_work(self._session.paths, self._session.attempt)
         (work / _DIRECTORY).mkdir(mode=0o700)
 
 
@@ -296,7 +296,7 @@ class _Start(msgspec.Struct, frozen=True):
     """Rank 0's message to all: the run's directory, the attempt, and the checkpoint's name; empty: from the start."""
 
     root: str
-    epoch: int
+    attempt: int
     resume: str
 
 
@@ -312,7 +312,7 @@ def _take_the_run(run_dir: Path) -> _Start:
     paths = RunPaths(run_dir.absolute())
     # 0700, and refused if it is another user's: checkpoints of this directory are loaded.
     private_dir(paths.root)
-    # Before the epoch is taken: taking it would fence that lead's run.
+    # Before the attempt is taken: taking it would fence that lead's run.
     if paths.lead_address.exists():
         raise ConfigError(
             "a daemon serves this run",
@@ -323,8 +323,8 @@ def _take_the_run(run_dir: Path) -> _Start:
     # The commands (`status`, `list`, `prune`) read a run's settings here, also of one without a daemon.
     if not paths.run_yaml.exists():
         write_file(paths.run_yaml, dump(RunConfig(name=paths.root.name, run_dir=str(paths.root))))
-    # Before the sweep: once the epoch is ours, no other process can commit what is removed below.
-    mine = take_epoch(paths, job_id=str(os.getpid()), restart=0)
+    # Before the sweep: once the attempt is ours, no other process can commit what is removed below.
+    mine = take_attempt(paths, job_id=str(os.getpid()), restart=0)
     private_dir(paths.checkpoints)
     sweep(paths)
     sweep_work(paths)
@@ -334,4 +334,4 @@ def _take_the_run(run_dir: Path) -> _Start:
         raise lost_error(paths, trace, by_hand=True)
     if lost := gone_back(paths, None, choice.name or ""):
         _complain(lost)
-    return _Start(root=str(paths.root), epoch=mine.epoch, resume=choice.name or "")
+    return _Start(root=str(paths.root), attempt=mine.attempt, resume=choice.name or "")

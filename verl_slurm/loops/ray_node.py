@@ -42,7 +42,7 @@ from verl_slurm.verl.ray_nodes import (
     ray_token,
     temp_fits,
 )
-from verl_slurm.wire.environment import CONTROL_VARIABLE, GENERATION_VARIABLE, RECIPE_VARIABLE
+from verl_slurm.wire.environment import CONTROL_VARIABLE, RECIPE_VARIABLE, RESTART_VARIABLE
 from verl_slurm.wire.lead_file import read_lead_address
 from verl_slurm.wire.messages import StoreCall, StrangerMet
 from verl_slurm.wire.store_line import StoreLine
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="verl_slurm.loops.ray_node", description=__doc__)
     parser.add_argument("--run", type=Path, required=True)
-    parser.add_argument("--epoch", type=int, required=True)
+    parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument(
         "--resume", default="", help="the verified checkpoint, by name; empty: from the start"
     )
@@ -154,7 +154,7 @@ def _driver(paths: RunPaths, config: RunConfig, args: argparse.Namespace) -> lis
     """
     if config.trainer.backend == "verl":
         resume = resume_point(config, paths, args.resume)[0] if args.resume else None
-        words = start_settings(config, paths, args.epoch, resume).words
+        words = start_settings(config, paths, args.attempt, resume).words
         return [*(config.trainer.command or ("-m", "verl.trainer.main_ppo")), *words]
     if args.resume:
         # Its `verl_slurm.run` loads it; of another kind of loop it would fail there, after Ray has been started.
@@ -224,11 +224,11 @@ def _write_token(paths: RunPaths, args: argparse.Namespace) -> Path:
     """
     lead = read_lead_address(paths)
     # The file may be of a newer attempt already: its token would let this node into the wrong Ray.
-    if lead.epoch != args.epoch:
-        raise Fenced("a newer attempt owns the run", found=lead.epoch, expected=args.epoch)
-    generation = int(os.environ.get(GENERATION_VARIABLE, "0"))
+    if lead.attempt != args.attempt:
+        raise Fenced("a newer attempt owns the run", found=lead.attempt, expected=args.attempt)
+    restart = int(os.environ.get(RESTART_VARIABLE, "0"))
     file: Path = args.scratch / "ray.token"
-    write_file(file, ray_token(lead.token, args.epoch, generation).encode())
+    write_file(file, ray_token(lead.token, args.attempt, restart).encode())
     return file
 
 

@@ -6,7 +6,7 @@ reports). It reports that it lives, each step's end, each save, that it stops as
 so open it before any heavy import.
 
 The environment set by the agent describes this process (`wire.environment`): VERL_SLURM_CONTROL (the agent's
-directory), VERL_SLURM_RUN, VERL_SLURM_EPOCH, VERL_SLURM_RESUME (the checkpoint that the lead has verified, by name;
+directory), VERL_SLURM_RUN, VERL_SLURM_ATTEMPT, VERL_SLURM_RESUME (the checkpoint that the lead has verified, by name;
 empty: from the start). The launcher of the ranks sets RANK and WORLD_SIZE. Without VERL_SLURM_CONTROL there is no
 daemon: every call is allowed and does nothing.
 """
@@ -26,8 +26,8 @@ from verl_slurm.journal.steps import append_step
 from verl_slurm.loops.reach import STEPS_LOOKED_AT, Reach, reach
 from verl_slurm.wire.client import NoDaemon, RankClient, RankLine
 from verl_slurm.wire.environment import (
+    ATTEMPT_VARIABLE,
     CONTROL_VARIABLE,
-    EPOCH_VARIABLE,
     RESUME_VARIABLE,
     RUN_VARIABLE,
 )
@@ -66,7 +66,7 @@ class Session:
 
     Attributes:
         rank, world_size: among those that speak.
-        epoch: the attempt of this process; 0 without a run.
+        attempt: the attempt of this process; 0 without a run.
         resume: the verified checkpoint to resume from; None: from the start.
         has_daemon: a daemon listens.
         step: whole steps done, as reported here.
@@ -80,12 +80,12 @@ class Session:
         rank: int,
         world_size: int,
         paths: RunPaths | None = None,
-        epoch: int = 0,
+        attempt: int = 0,
         resume: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.line = line
-        self.rank, self.world_size, self.epoch, self.resume = rank, world_size, epoch, resume
+        self.rank, self.world_size, self.attempt, self.resume = rank, world_size, attempt, resume
         self.has_daemon = not isinstance(line, NoDaemon)
         self.step = 0
         self.save_s: float | None = None
@@ -130,7 +130,7 @@ class Session:
         # Without it a rank that outlives a killed agent would go on and write (`wire.lifeline`).
         if lifeline:
             die_with_launcher()
-        paths, epoch, resume = _the_run(here)
+        paths, attempt, resume = _the_run(here)
         # Frameworks write checkpoints and logs with the default mode; the run is private to its user.
         os.umask(0o077)
         answer_with_stacks()
@@ -138,7 +138,7 @@ class Session:
         # The daemon's limit for a start runs until this message, so it is sent before torch and the framework are
         # imported.
         line.send(RankStarted(rank=rank, pid=os.getpid()))
-        return cls(line, rank=rank, world_size=world_size, paths=paths, epoch=epoch, resume=resume)
+        return cls(line, rank=rank, world_size=world_size, paths=paths, attempt=attempt, resume=resume)
 
     @property
     def has_run(self) -> bool:
@@ -206,7 +206,7 @@ class Session:
             self._has_row = True
             remember_imports(self.paths)
         try:
-            append_step(self.paths, self.epoch, dict(row))
+            append_step(self.paths, self.attempt, dict(row))
         except OSError as error:
             self._logs_steps = False
             return f"no rows in steps.jsonl from here on: {error}"
@@ -385,7 +385,7 @@ def _the_run(environ: Mapping[str, str]) -> tuple[RunPaths, int, Path | None]:
             found=root or "nothing",
             expected="the run's directory",
         )
-    paths, epoch = RunPaths(root), _number(environ, EPOCH_VARIABLE, 0)
+    paths, attempt = RunPaths(root), _number(environ, ATTEMPT_VARIABLE, 0)
     name = environ.get(RESUME_VARIABLE, "")
     # The name becomes a path below the run; only the form of a checkpoint's name keeps it there.
     if name and CHECKPOINT_NAME.fullmatch(name) is None:
@@ -395,4 +395,4 @@ def _the_run(environ: Mapping[str, str]) -> tuple[RunPaths, int, Path | None]:
             found=name,
             expected="a name such as step_000012",
         )
-    return paths, epoch, paths.checkpoints / name if name else None
+    return paths, attempt, paths.checkpoints / name if name else None

@@ -181,7 +181,7 @@ class StepEndSaver:
         self._watch: ReachWatch | None = None
         self._keeper: Keeper | None = None
         if session.has_run:
-            self.work = session.paths.work(session.epoch)
+            self.work = session.paths.work(session.attempt)
             config = load_own(session.paths.run_yaml)
             # At the first start, not at the first lost node.
             if config.distributed.min_nodes is not None and not any_ranks:
@@ -197,7 +197,7 @@ class StepEndSaver:
             self._keeper = Keeper(session, config.checkpoint) if session.rank == 0 else None
             # Collective, so no rank writes before the remains of a dead start are gone: they could mix with its
             # files.
-            ranks.first_does("preparing to save", lambda: clear_work(session.paths, session.epoch))
+            ranks.first_does("preparing to save", lambda: clear_work(session.paths, session.attempt))
         # One worker: commits must stay in the order of their steps.
         self._pool = ThreadPoolExecutor(1, "verl-slurm-commit") if beside else None
         # A group of its own: collectives of the commit thread and of the loop on one group would pair up wrongly.
@@ -368,7 +368,7 @@ class StepEndSaver:
         save = LoopSave(
             guest=self._guest,
             step=step,
-            epoch=self.session.epoch,
+            attempt=self.session.attempt,
             world_size=self._world_size,
             parent=self.session.resume.name if self.session.resume is not None else None,
             metrics=self.session.numbers(metrics),

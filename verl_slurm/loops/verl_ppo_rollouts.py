@@ -210,7 +210,7 @@ class Rollouts:
         if oldest > self._pruned:
             self._pruned = oldest
             for each in (paths, turn_paths(paths), token_paths(paths)):
-                prune(each, oldest, current_epoch=self._session.epoch)
+                prune(each, oldest, current_attempt=self._session.attempt)
             manager.forget(oldest)
 
 

@@ -26,7 +26,7 @@ from verl_slurm.loops.verl_ppo_rollouts import Account, Recording
 from verl_slurm.loops.verl_turns import SESSION, PromptSession, Turns, continuing, record_tools
 from verl_slurm.runtime_state.rollout_records import NotRecordable, RolloutLedger, digest_of, session_seed
 from verl_slurm.verl.positions import POSITION
-from verl_slurm.wire.environment import EPOCH_VARIABLE, RUN_VARIABLE
+from verl_slurm.wire.environment import ATTEMPT_VARIABLE, RUN_VARIABLE
 
 # verl has made an actor of its worker, and Ray allows no subclass of an actor: this is the class that was given to it.
 _Worker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
@@ -46,12 +46,12 @@ class LedgerWorker(_Worker):  # type: ignore[misc]
         # A run of verl's alone has no ledger.
         if run := os.environ.get(RUN_VARIABLE):
             number = int(ray.get_runtime_context().get_actor_name().split("_")[3])
-            paths, epoch = RunPaths(Path(run)), int(os.environ[EPOCH_VARIABLE])
-            self._rollouts = RolloutLedger(paths, epoch, number)
+            paths, attempt = RunPaths(Path(run)), int(os.environ[ATTEMPT_VARIABLE])
+            self._rollouts = RolloutLedger(paths, attempt, number)
             rollout = self.rollout_config
             self._turns = Turns(
                 paths,
-                epoch,
+                attempt,
                 number,
                 # SGLang has another name for the seed, and refuses this one.
                 seeded=rollout.full_determinism and rollout.name != "sglang",

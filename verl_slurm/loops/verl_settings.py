@@ -46,8 +46,8 @@ def resume_point(config: RunConfig, paths: RunPaths, name: str) -> tuple[Path, i
     return resume, step
 
 
-def start_settings(config: RunConfig, paths: RunPaths, epoch: int, resume: Path | None) -> Composed:
-    """Composes verl's settings for attempt `epoch`.
+def start_settings(config: RunConfig, paths: RunPaths, attempt: int, resume: Path | None) -> Composed:
+    """Composes verl's settings for attempt `attempt`.
 
     Args:
         resume: from `resume_point`; None: from the start.
@@ -58,7 +58,7 @@ def start_settings(config: RunConfig, paths: RunPaths, epoch: int, resume: Path 
     own = OwnSettings(
         nodes=config.distributed.nodes,
         ranks_per_node=config.distributed.ranks_per_node,
-        save_dir=paths.work(epoch),
+        save_dir=paths.work(attempt),
         resume=resume,
         every_steps=config.checkpoint.every_steps,
         name=config.name,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one rank to its end; the exit code is 0 when it finished or stopped as asked."""
     parser = argparse.ArgumentParser(prog="verl_slurm.loops.verl_sft", description=__doc__.splitlines()[0])
-    for name in ("--run", "--epoch", "--resume"):
+    for name in ("--run", "--attempt", "--resume"):
         parser.add_argument(
             name, help=argparse.SUPPRESS
         )  # for people who read `ps`: the environment has it, too
@@ -67,7 +67,7 @@ def _under_a_daemon(session: Session) -> None:
     if session.resume is not None:
         resume, resume_step = resume_point(config, paths, session.resume.name)
     # Checked here once more: in front of a container `submit` had no verl to compose with.
-    settings = start_settings(config, paths, session.epoch, resume).config
+    settings = start_settings(config, paths, session.attempt, resume).config
     with _process_group(settings) as ranks:
         # Imported here: verl's process group chooses the device first.
         from verl_slurm.loops.step_end import StepEndSaver

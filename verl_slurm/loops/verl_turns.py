@@ -91,14 +91,14 @@ class Turns:
     def __init__(
         self,
         paths: RunPaths,
-        epoch: int,
+        attempt: int,
         rank: int,
         *,
         seeded: bool,
         response_length: int,
         prompt_length: int,
     ) -> None:
-        self.records = RolloutLedger(turn_paths(paths), epoch, rank)
+        self.records = RolloutLedger(turn_paths(paths), attempt, rank)
         self._paths, self._read_at = paths, time.monotonic()
         self._prefixes = Prefixes(paths, report=self.records.tell)
         self.seeded, self.continued = seeded, 0

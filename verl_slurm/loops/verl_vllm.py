@@ -17,7 +17,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.runtime_state.token_log import Call, TokenLog, call_of
-from verl_slurm.wire.environment import EPOCH_VARIABLE, RUN_VARIABLE
+from verl_slurm.wire.environment import ATTEMPT_VARIABLE, RUN_VARIABLE
 
 
 class _LoggedEngine:
@@ -51,7 +51,7 @@ class _LoggedEngine:
         if self._log is None:
             # Not earlier: a reward model's or a teacher's engine has nothing to log.
             self._log = TokenLog(
-                RunPaths(Path(os.environ[RUN_VARIABLE])), int(os.environ[EPOCH_VARIABLE]), self._rank
+                RunPaths(Path(os.environ[RUN_VARIABLE])), int(os.environ[ATTEMPT_VARIABLE]), self._rank
             )
         ended = one.finish_reason not in (None, "abort")
         if ids or ended:

@@ -14,7 +14,7 @@ import psutil
 
 from verl_slurm.base.errors import Fenced, NotFound, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.base.fence import read_copy, read_epoch
+from verl_slurm.base.fence import read_copy, read_owner
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import KnownProcess
@@ -267,7 +267,7 @@ def leads(paths: RunPaths, job: Submission) -> list[psutil.Process]:
 def _lead_by_hand(paths: RunPaths, job: Submission) -> psutil.Process | None:
     try:
         try:
-            owner = read_epoch(paths)
+            owner = read_owner(paths)
         except PermissionError:  # of its claims: a colleague looks (`group`)
             owner = read_copy(paths)
         if owner is None or job.job_id != owner.job_id:

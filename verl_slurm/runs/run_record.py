@@ -71,7 +71,7 @@ _SCRIPT = re.compile(r"(\d{1,10})_submission\.sh", re.ASCII)
 
 
 def job_by_files(paths: RunPaths) -> Submission | None:
-    """Returns the newest job that RUN/epoch or RUN/logs names, for a run whose journal names none: it was emptied.
+    """Returns the newest job that RUN/attempt or RUN/logs names, for a run whose journal names none: it was emptied.
 
     None: they name none either.
     """
@@ -80,7 +80,7 @@ def job_by_files(paths: RunPaths) -> Submission | None:
         if (owner := read_copy(paths)) is not None and owner.cluster in ("slurm", "local"):
             cluster: Cluster = "slurm" if owner.cluster == "slurm" else "local"
             job = Submission(job_id=owner.job_id, cluster=cluster, host=owner.host)
-            found.append((paths.epoch.stat().st_mtime, job))
+            found.append((paths.attempt.stat().st_mtime, job))
     with suppress(OSError):
         # A local job has a script without lines for sbatch. It is found by its attempt.
         found += [

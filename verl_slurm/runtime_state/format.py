@@ -35,10 +35,10 @@ msgspec, and both times msgpack (the C extension of msgpack-python) must read th
 A record with `StateHead` as its fields. Arrays are named `rollouts.NAME` and `rewards.NAME`. `codec.decode` turns it
 into `RuntimeState`.
 
-## 3. epoch_000003.rank_0000.ledger
+## 3. attempt_000003.rank_0000.ledger
 
 ```
-"VSLEDGR2"  epoch u32  rank u32                                        16 bytes, once
+"VSLEDGR2"  attempt u32  rank u32                                        16 bytes, once
 "VSLR"  length u32  step u64  micro_batch u32  payload_crc u32  run (8 bytes)
         header_crc u32                                                 36 bytes, then the payload
 ...
@@ -56,7 +56,7 @@ A region that does not parse is a *torn tail* when no whole record follows it (t
 silently), and *damage* when one does (reported). All that follows is damage, too, once payloads of more bytes
 than the segment has turned out wrong: such frames overlap, and no writer of segments makes them.
 
-Where two epochs hold the same (step, micro_batch), the newest epoch's counts: it is the one whose updates used
+Where two attempts hold the same (step, micro_batch), the newest attempt's counts: it is the one whose updates used
 its own record. A rollout without arrays takes back what was recorded under its name before: it was refused.
 
 ## 4. Limits

@@ -8,7 +8,7 @@ one whose sync is under way. The next of these calls raises the error of a faile
 
 After SIGKILL the run loads its newest verified checkpoint and replays the journaled rollouts of the later steps, so no
 rollout is generated twice. After the loss of a node, at most one micro-batch of each rank is. A segment belongs to one
-rank of one epoch. Its owner alone writes it, under a lock that the kernel drops when the owner dies.
+rank of one attempt. Its owner alone writes it, under a lock that the kernel drops when the owner dies.
 
 Losing a record costs time and nothing else: sampling noise is counter-based, so a repeated rollout is the same rollout.
 That is why a reader may choose to continue over damage (and must report it).
@@ -70,18 +70,18 @@ def entry(step: int, micro_batch: int, arrays: Arrays, fields: object = None) ->
 
 
 class Ledger:
-    """Writes one rank's segment of one epoch. One per rank.
+    """Writes one rank's segment of one attempt. One per rank.
 
-    Opening an existing segment (a restart within the epoch) cuts its torn tail and appends after it.
+    Opening an existing segment (a restart within the attempt) cuts its torn tail and appends after it.
 
     Raises:
         SegmentHeld: another process holds this segment and does not end.
         OSError: it cannot be opened.
     """
 
-    def __init__(self, paths: RunPaths, epoch: int, rank: int, *, keys: Keyring | None = None) -> None:
-        self.path = paths.ledger_segment(epoch, rank)
-        self._epoch, self._rank, self._keys = epoch, rank, keys
+    def __init__(self, paths: RunPaths, attempt: int, rank: int, *, keys: Keyring | None = None) -> None:
+        self.path = paths.ledger_segment(attempt, rank)
+        self._attempt, self._rank, self._keys = attempt, rank, keys
         # Set when the file's end is not known to be a record's end. The file then takes nothing more, instead of
         # acknowledging records that no reader would find: the next record waits for a new file.
         self._broken, self._renew_at = False, 0.0
@@ -176,7 +176,7 @@ class Ledger:
         payload = one.record
         if self._keys is not None:
             # Authenticated with the record: one that is moved to another place in the ledger does not open there.
-            place = (self._run, self._epoch, self._rank, one.step, one.micro_batch)
+            place = (self._run, self._attempt, self._rank, one.step, one.micro_batch)
             payload = seal_record(self._keys.current, place, payload)
         return frame(self._run, one.step, one.micro_batch, payload, sealed=self._keys is not None)
 
@@ -196,10 +196,10 @@ class Ledger:
     def _compact(self, before_step: int) -> int:
         # Of the descriptor that is closed here; that of a broken file failed already.
         self._settle()
-        keep = [head(self._epoch, self._rank)]
+        keep = [head(self._attempt, self._rank)]
         keep.extend(
             os.pread(self._fd, item.end - item.offset, item.offset)
-            for item in scan(self._fd, self._epoch, self._rank, self._run)
+            for item in scan(self._fd, self._attempt, self._rank, self._run)
             # Damaged regions are dropped as well: no reader gets a record out of them.
             if isinstance(item, Frame) and item.step >= before_step
         )
@@ -242,7 +242,7 @@ class Ledger:
         self.close()
 
     def _open(self) -> int:
-        # Not O_TRUNC: a restart within the epoch continues the segment.
+        # Not O_TRUNC: a restart within the attempt continues the segment.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(self.path, flags, 0o600)
         try:
@@ -256,7 +256,7 @@ class Ledger:
     def _cut_torn_tail(self) -> int:
         """Truncates after the last whole record; returns the offset of the next one."""
         size = os.fstat(self._fd).st_size
-        items = list(scan(self._fd, self._epoch, self._rank, self._run))
+        items = list(scan(self._fd, self._attempt, self._rank, self._run))
         end = size
         # A damage in the middle stays for readers to report; what was never whole is cut.
         if items and isinstance(items[-1], Gap) and items[-1].torn:
@@ -264,7 +264,7 @@ class Ledger:
         # A start that was killed in the first write of this file: nothing in it was ever acknowledged.
         if end < HEAD_BYTES:
             os.ftruncate(self._fd, 0)
-            start = head(self._epoch, self._rank)
+            start = head(self._attempt, self._rank)
             os.pwrite(self._fd, start, 0)
             end = len(start)
         elif end < size:
@@ -283,7 +283,7 @@ def load(
     report: Callable[[str], None] | None = None,
     keys: Keyring | None = None,
 ) -> dict[Key, Arrays]:
-    """Loads the journaled rollouts of the steps from `from_step` on, over every epoch and rank. Runs on every rank.
+    """Loads the journaled rollouts of the steps from `from_step` on, over every attempt and rank. Runs on every rank.
 
     Args:
         from_step: whole steps done in the state that is resumed.
@@ -295,7 +295,7 @@ def load(
         keys: if given, records must be sealed with one of them; any other counts as damage.
 
     Returns:
-        (step, global micro-batch) → arrays. If several epochs hold one, the newest epoch's.
+        (step, global micro-batch) → arrays. If several attempts hold one, the newest attempt's.
 
     Raises:
         CheckpointCorrupt: a region in the middle of a segment is damaged, and there is no `report`.
@@ -304,8 +304,8 @@ def load(
     rollouts: dict[Key, Arrays] = {}
     found = records(paths, type(None), from_step=from_step, wanted=wanted, report=report, keys=keys)
     for key, _, arrays in found:
-        # In the order of `records`: the newest epoch comes last and wins. A record without arrays takes back what older
-        # ones said.
+        # In the order of `records`: the newest attempt comes last and wins. A record without arrays takes back what
+        # older ones said.
         if arrays:
             rollouts[key] = arrays
         else:
@@ -325,8 +325,8 @@ def records(
     report: Callable[[str], None] | None = None,
     keys: Keyring | None = None,
 ) -> Iterator[tuple[Key, Fields, Arrays]]:
-    """Yields every whole record of the steps from `from_step` on, the newest epoch's last: its key, what its head says,
-    and its arrays. Arguments and errors as `load`.
+    """Yields every whole record of the steps from `from_step` on, the newest attempt's last: its key, what its head
+    says, and its arrays. Arguments and errors as `load`.
 
     Args:
         fields: the type of what the heads say. Any other record counts as damage.
@@ -365,7 +365,7 @@ class Index(Generic[Fields]):
             if isinstance(item, Gap):
                 _complain(paths, path, item, report)
             else:
-                # In the order of `walk`: the newest epoch comes last and wins.
+                # In the order of `walk`: the newest attempt comes last and wins.
                 self._places[item.step, item.micro_batch] = path, item
 
     def __len__(self) -> int:
@@ -409,23 +409,23 @@ class Index(Generic[Fields]):
                 self._places[key] = path, item
 
 
-def prune(paths: RunPaths, before_step: int, *, current_epoch: int | None = None) -> list[Path]:
+def prune(paths: RunPaths, before_step: int, *, current_attempt: int | None = None) -> list[Path]:
     """Removes segments that hold nothing from `before_step` on; returns what was removed. Runs on rank 0.
 
-    A segment of `current_epoch` or later stays (its owner compacts it). So does one with damage or under a live
+    A segment of `current_attempt` or later stays (its owner compacts it). So does one with damage or under a live
     writer's lock: its content is unknown, or about to change.
 
     Args:
         before_step: `step` of the oldest checkpoint that is kept.
     """
     removed = []
-    for epoch, rank, path in segments(paths):
+    for attempt, rank, path in segments(paths):
         # Later ones, too: this rank may be fenced off and not know it yet.
-        if current_epoch is not None and epoch >= current_epoch:
+        if current_attempt is not None and attempt >= current_attempt:
             continue
         fd = open_segment(path)
         try:
-            items = scan(fd, epoch, rank, run_id(paths), check_from_step=before_step)
+            items = scan(fd, attempt, rank, run_id(paths), check_from_step=before_step)
             needed = any(
                 (isinstance(item, Gap) and not item.torn)
                 or (isinstance(item, Frame) and item.step >= before_step)

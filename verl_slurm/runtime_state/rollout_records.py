@@ -156,12 +156,12 @@ class RolloutLedger:
         replayed, recorded: responses that were answered from the ledger, and that were written to it.
     """
 
-    def __init__(self, paths: RunPaths, epoch: int, rank: int, *, keys: Keyring | None = None) -> None:
+    def __init__(self, paths: RunPaths, attempt: int, rank: int, *, keys: Keyring | None = None) -> None:
         self.replayed = self.recorded = 0
         self._told: dict[str, bool] = {}
         # Before the segment is opened: that of an earlier restart of this attempt is among the files to read.
         self._index = Index(paths, Responses, report=self.tell, keys=keys)
-        self._ledger = Ledger(paths, epoch, rank, keys=keys)
+        self._ledger = Ledger(paths, attempt, rank, keys=keys)
         self._todo: SimpleQueue[tuple[_Record, _Done] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._write, name="rollout-ledger", daemon=True)
         self._thread.start()

@@ -1,11 +1,11 @@
 """Keeps `RUN/samples.jsonl`: a few responses of every step as text, with their rewards, for people to read.
 
 ```
-{"time": ..., "run": "...", "epoch": 3, "step": 12, "responses": 512, "samples": [{...}, ...]}     a step
-{"time": ..., "run": "...", "epoch": 3, "step": 12, "responses": 512, "sealed": "..."}    the same of a run with a key
+{"time": ..., "run": "...", "attempt": 3, "step": 12, "responses": 512, "samples": [{...}, ...]}     a step
+{"time": ..., "run": "...", "attempt": 3, "step": 12, "responses": 512, "sealed": "..."}    the same of a run with a key
 ```
 
-`run` is the run's id (`RUN/run_id`), `epoch` the attempt. `responses` counts the candidates for the samples: what
+`run` is the run's id (`RUN/run_id`), `attempt` the attempt. `responses` counts the candidates for the samples: what
 data-parallel rank 0 sampled in that step. `sealed` is the first form, sealed like a record of the ledger (`sealing.py`)
 at a rank that no run has, in base64.
 
@@ -55,7 +55,7 @@ class StepSamples(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     time: str
     run: _RunId
-    epoch: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+    attempt: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
     step: _Step
     responses: int
     samples: list[Sample] = []
@@ -84,7 +84,7 @@ def clipped(text: str) -> str:
 
 def append_samples(
     paths: RunPaths,
-    epoch: int,
+    attempt: int,
     step: int,
     responses: int,
     samples: Sequence[Sample],
@@ -101,7 +101,7 @@ def append_samples(
         OSError: it was not written whole.
     """
     now, run = datetime.now(UTC).isoformat(timespec="milliseconds"), run_id(paths)
-    told = StepSamples(time=now, run=run, epoch=epoch, step=step, responses=responses, samples=list(samples))
+    told = StepSamples(time=now, run=run, attempt=attempt, step=step, responses=responses, samples=[*samples])
     plain = msgspec.json.encode(told)
     if keys is not None:
         sealed = seal_record(keys.current, _place(told), plain)
@@ -179,4 +179,4 @@ def _parse(line: bytes, keys: Keyring | None, path: Path, own: str | None) -> St
 
 
 def _place(step: StepSamples) -> Place:
-    return step.run, step.epoch, _NO_RANK, step.step, 0
+    return step.run, step.attempt, _NO_RANK, step.step, 0

@@ -5,7 +5,7 @@ payload of a frame with magic VSLE:   id of the key, 8 bytes | salt, 32 bytes | 
 ```
 
 AES-256-GCM under a key for this record alone: HKDF-SHA256(key, salt, info = "verl-slurm ledger v2"). The salt is
-random, the nonce fixed (12 zero bytes). Associated data are the run's id, epoch, rank, step and micro-batch: a record
+random, the nonce fixed (12 zero bytes). Associated data are the run's id, attempt, rank, step and micro-batch: a record
 of another run, in another place or of another segment does not open. A missing record, or a cut at the end, is not
 noticed here and need not be: rollouts that the journal lacks are generated again, identically.
 
@@ -31,7 +31,7 @@ _NONCE = bytes(12)
 _PLACE = struct.Struct(">8sIIQI")
 
 Place = tuple[str, int, int, int, int]
-"""The run's id, epoch, rank, step, micro-batch."""
+"""The run's id, attempt, rank, step, micro-batch."""
 
 
 def seal_record(key: MasterKey, place: Place, payload: bytes) -> bytes:

@@ -72,9 +72,9 @@ class Gap:
     run: str = ""
 
 
-def head(epoch: int, rank: int) -> bytes:
+def head(attempt: int, rank: int) -> bytes:
     """Returns the first bytes of a segment."""
-    return _HEAD.pack(_HEAD_MAGIC, epoch, rank)
+    return _HEAD.pack(_HEAD_MAGIC, attempt, rank)
 
 
 def frame(run: str, step: int, micro_batch: int, payload: bytes, *, sealed: bool = False) -> bytes:
@@ -104,11 +104,11 @@ def is_locked(fd: int) -> bool:
     return False
 
 
-def scan(fd: int, epoch: int, rank: int, run: str, *, check_from_step: int = 0) -> Iterator[Frame | Gap]:
+def scan(fd: int, attempt: int, rank: int, run: str, *, check_from_step: int = 0) -> Iterator[Frame | Gap]:
     """Walks a segment from its head to its present end.
 
     Args:
-        epoch, rank: the values that the head must have.
+        attempt, rank: the values that the head must have.
         run: the id that the records must have.
         check_from_step: payloads of earlier steps are skipped without being read.
 
@@ -119,7 +119,7 @@ def scan(fd: int, epoch: int, rank: int, run: str, *, check_from_step: int = 0) 
     size = os.fstat(fd).st_size
     patience = _Patience(size)
     offset = HEAD_BYTES
-    if os.pread(fd, HEAD_BYTES, 0) != head(epoch, rank):
+    if os.pread(fd, HEAD_BYTES, 0) != head(attempt, rank):
         # After a torn head there is nothing; after a damaged one there may be whole records.
         gap = _gap(fd, 0, 0, size, patience)
         yield gap

@@ -23,23 +23,23 @@ from verl_slurm.runtime_state.segment import Frame, Gap, open_segment, scan
 
 # ASCII: without it `\d` matches the digits of all scripts, and one segment could have two names.
 # At most nine: the head of a segment has 32 bits for each number.
-_SEGMENT = re.compile(r"epoch_(\d{6,9})\.rank_(\d{4,9})\.ledger", re.ASCII)
+_SEGMENT = re.compile(r"attempt_(\d{6,9})\.rank_(\d{4,9})\.ledger", re.ASCII)
 
 
 def owner(path: Path) -> tuple[int, int]:
-    """Returns epoch and rank of a segment that `segments` found."""
+    """Returns attempt and rank of a segment that `segments` found."""
     match = _SEGMENT.fullmatch(path.name)
     assert match is not None
     return int(match[1]), int(match[2])
 
 
 def segments(paths: RunPaths) -> list[tuple[int, int, Path]]:
-    """Lists (epoch, rank, path) of every segment, oldest epoch first. Other names are no segments."""
+    """Lists (attempt, rank, path) of every segment, oldest attempt first. Other names are no segments."""
     try:
         entries = list(os.scandir(paths.ledger))
     except FileNotFoundError:
         return []
-    # By number, not by name: epochs have six digits or more.
+    # By number, not by name: attempts have six digits or more.
     return sorted(
         (*owner(Path(entry.path)), Path(entry.path))
         for entry in entries
@@ -50,17 +50,17 @@ def segments(paths: RunPaths) -> list[tuple[int, int, Path]]:
 def walk(
     paths: RunPaths, *, run: str | None = None, check_from_step: int = 0
 ) -> Iterator[tuple[Path, int, Frame | Gap]]:
-    """Yields path, open descriptor and `scan`'s items of every segment, oldest epoch first.
+    """Yields path, open descriptor and `scan`'s items of every segment, oldest attempt first.
 
     Args:
         run: the id that the records must have; None: the run's own.
     """
-    for epoch, rank, path in segments(paths):
+    for attempt, rank, path in segments(paths):
         fd = open_segment(path)
         try:
             # Here and not before: without a segment a reader must not make an id.
             own = run_id(paths) if run is None else run
-            for item in scan(fd, epoch, rank, own, check_from_step=check_from_step):
+            for item in scan(fd, attempt, rank, own, check_from_step=check_from_step):
                 yield path, fd, item
         finally:
             os.close(fd)
@@ -72,7 +72,7 @@ _LOOK_AGAIN_S = 0.1
 
 
 class SegmentHeld(VerlSlurmError):
-    """Another process holds the segment. It belongs to our own epoch, so it is about to die: try again."""
+    """Another process holds the segment. It belongs to our own attempt, so it is about to die: try again."""
 
     exit_code = ExitCode.INTERNAL
 
@@ -99,7 +99,7 @@ def lock_segment(fd: int, path: Path) -> None:
                 remedy="wait for the older process to end, or begin a new attempt",
             ) from None
         except OSError:
-            # A file system without locks (Lustre without -o flock). The epoch in the name still keeps
+            # A file system without locks (Lustre without -o flock). The attempt in the name still keeps
             # two attempts apart.
             pass
         return

@@ -111,9 +111,9 @@ class TokenLog:
         every_s: seconds between two writes.
     """
 
-    def __init__(self, paths: RunPaths, epoch: int, rank: int, *, every_s: float = _EVERY_S) -> None:
-        self._ledger = Ledger(token_paths(paths), epoch, rank)
-        self._epoch, self._every_s, self._number, self._written = epoch, every_s, 0, 0
+    def __init__(self, paths: RunPaths, attempt: int, rank: int, *, every_s: float = _EVERY_S) -> None:
+        self._ledger = Ledger(token_paths(paths), attempt, rank)
+        self._attempt, self._every_s, self._number, self._written = attempt, every_s, 0, 0
         self._lock = threading.Lock()
         self._new: dict[Call, _Logged] = {}
         # Of calls whose tokens may still be asked for: when each ended.
@@ -172,7 +172,7 @@ class TokenLog:
         self._needed.update((call, now if one.ended else None) for call, one in new.items())
         self._number = (self._number + 1) & 0xFFFFFFFF  # distinguishes records of one position
         try:
-            calls, arrays = _record(self._epoch, list(new.values()))
+            calls, arrays = _record(self._attempt, list(new.values()))
             position = max(call.position for call in new)
             self._written += self._ledger.append_many([entry(position, self._number, arrays, calls)])
             if self._written > _COMPACT_BYTES:
@@ -293,7 +293,7 @@ def _column(array: np.ndarray, dtype: type[np.generic]) -> list[Any]:
     return values
 
 
-def _record(epoch: int, new: Sequence[_Logged]) -> tuple[Calls, Arrays]:
+def _record(attempt: int, new: Sequence[_Logged]) -> tuple[Calls, Arrays]:
     calls: list[_NewTokens] = [
         (*one.key, one.digest, one.start, len(one.ids), one.version, one.ended) for one in new
     ]
@@ -303,4 +303,4 @@ def _record(epoch: int, new: Sequence[_Logged]) -> tuple[Calls, Arrays]:
         arrays["log_probs"] = np.array(
             [value for one in new for value in one.log_probs or ()], dtype=np.float32
         )
-    return Calls(epoch, calls), arrays
+    return Calls(attempt, calls), arrays

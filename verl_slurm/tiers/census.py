@@ -102,7 +102,7 @@ def local_state(paths: RunPaths, memory: Memory, keys: Keyring | None = None) ->
                 committed=True,
                 verified=False if refused else None if record is None else record.ok,
                 digest=manifest.digest,
-                epoch=manifest.epoch,
+                attempt=manifest.attempt,
                 saved=_time(manifest.created_utc),
                 num_bytes=manifest.num_bytes,
                 refused=bool(refused),
@@ -165,7 +165,7 @@ def _copy(
             committed=True,
             verified=record.ok,
             digest=record.digest,
-            epoch=record.epoch,
+            attempt=record.attempt,
             saved=_time(record.created_utc),
             num_bytes=num_bytes,
             detail=record.detail,
@@ -186,7 +186,7 @@ def _copy(
         verified=False if refused else None,
         refused=bool(refused),
         digest=manifest.digest,
-        epoch=manifest.epoch,
+        attempt=manifest.attempt,
         saved=_time(manifest.created_utc),
         num_bytes=num_bytes,
         detail=refused or problem,
@@ -259,7 +259,7 @@ def record_of(
         return None
     return TierRecord(
         digest=manifest.digest,
-        epoch=manifest.epoch,
+        attempt=manifest.attempt,
         created_utc=manifest.created_utc,
         stamp=record_object.stamp,
         # Of everything that is listed, strangers included: another object there makes the record count no longer.

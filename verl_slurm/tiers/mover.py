@@ -244,7 +244,7 @@ class _Mover:
             return
         record = TierRecord(
             digest=manifest.digest,
-            epoch=manifest.epoch,
+            attempt=manifest.attempt,
             created_utc=manifest.created_utc,
             stamp=local_stamp(self._paths, name),
             num_bytes=manifest.num_bytes,

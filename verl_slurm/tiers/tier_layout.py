@@ -73,7 +73,7 @@ class TierRecord(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     digest: str
-    epoch: _Count
+    attempt: _Count
     created_utc: str
     stamp: str
     num_bytes: _Count

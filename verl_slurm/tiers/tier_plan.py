@@ -41,7 +41,7 @@ class TierCopy:
         committed: a manifest that parses is there, and every object it names, in its size.
         verified: every byte was read back there and matched (True), some did not (False), not checked (None).
         digest: of the manifest; empty without one.
-        epoch: the attempt that saved it; -1 without a manifest.
+        attempt: the attempt that saved it; -1 without a manifest.
         saved: time of the save, by its manifest; None without one.
         litter: not even a damaged commit record is there.
         refused: no key of the run has signed it: never `verified`, never copied from; `detail` holds the reason.
@@ -52,7 +52,7 @@ class TierCopy:
     committed: bool
     verified: bool | None = None
     digest: str = ""
-    epoch: int = -1
+    attempt: int = -1
     saved: datetime | None = None
     num_bytes: int = 0
     litter: bool = False
@@ -197,8 +197,8 @@ def _copying(
         # Of one name with another digest: the run was thrown back and saved this step again.
         later = [(s, c) for s, c in sources if c.digest != copy.digest and _succeeds(s, c, copy)]
         if later:
-            newest = max(c.epoch for _, c in later)
-            sources = [(s, c) for s, c in later if c.epoch == newest]
+            newest = max(c.attempt for _, c in later)
+            sources = [(s, c) for s, c in later if c.attempt == newest]
             replace = True
         elif copy.verified is True:
             return None
@@ -221,8 +221,8 @@ def _copying(
         return None if copy.litter or (old and not copy.committed) else _keep(state, name, reason)
     if copy is None or not copy.committed:
         # An older attempt would be replaced by the newest at the next pass, and may be too old by then to stay.
-        newest = max(c.epoch for _, c in sources)
-        sources = [(s, c) for s, c in sources if c.epoch == newest]
+        newest = max(c.attempt for _, c in sources)
+        sources = [(s, c) for s, c in sources if c.attempt == newest]
     source, best_copy = sources[0]
     if copy is None or not copy.committed:
         # Or the next pass would remove what this one copied.
@@ -233,7 +233,7 @@ def _copying(
             return Action(kind="skip", name=name, tier=state.name, reason=reason)
         reason = "not here yet" if copy is None else f"an upload broke off ({copy.detail or 'no manifest'})"
     elif replace:
-        reason = f"saved again since: attempt {best_copy.epoch}, here attempt {copy.epoch}"
+        reason = f"saved again since: attempt {best_copy.attempt}, here attempt {copy.attempt}"
     else:
         reason = f"damaged here ({copy.detail or 'does not verify'})"
     return Action(kind="copy", name=name, tier=state.name, source=source.name, reason=reason, replace=replace)
@@ -242,7 +242,7 @@ def _copying(
 def _succeeds(state: TierState, other: TierCopy, copy: TierCopy) -> bool:
     """Returns whether `other`, of the same name, was saved after `copy`: the run went back and passed here again."""
     # Within one attempt the run's own directory has the later one: tiers are filled from it.
-    return other.epoch > copy.epoch or (state.local and other.epoch == copy.epoch)
+    return other.attempt > copy.attempt or (state.local and other.attempt == copy.attempt)
 
 
 def _removal(
@@ -320,12 +320,12 @@ def _keep(state: TierState, name: str, reason: str) -> Action:
 
 def _ranks(states: Sequence[TierState]) -> dict[str, _Rank]:
     """Ranks how new each checkpoint is: by the last attempt that saved it, then by its step and safe point."""
-    epochs: dict[str, int] = {}
+    attempts: dict[str, int] = {}
     for copy in (copy for state in states for copy in state.copies):
         # One rank for a name in all tiers, by its newest copy: the older one in some tier is to be replaced, not
         # ranked.
-        epochs[copy.name] = max(epochs.get(copy.name, -1), copy.epoch)
-    return {name: (epoch, *_order(name)) for name, epoch in epochs.items()}
+        attempts[copy.name] = max(attempts.get(copy.name, -1), copy.attempt)
+    return {name: (attempt, *_order(name)) for name, attempt in attempts.items()}
 
 
 def _order(name: str) -> tuple[int, int]:

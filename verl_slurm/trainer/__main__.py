@@ -1,4 +1,4 @@
-"""Entry of one rank: `-m verl_slurm.trainer --run RUN_DIR --epoch E --resume NAME`.
+"""Entry of one rank: `-m verl_slurm.trainer --run RUN_DIR --attempt E --resume NAME`.
 
 The first message to the daemon is sent before torch is imported. Signals are not handled here: under the daemon TERM,
 USR1 and CONT arrive ignored, and run by hand they end the process as usual.
@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one rank to its end. The exit code is 0 if the rank finished or stopped as asked."""
     parser = argparse.ArgumentParser(prog="verl_slurm.trainer", description=__doc__.splitlines()[0])
     parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="the run's directory")
-    parser.add_argument("--epoch", type=int, required=True, help="the attempt that may write")
+    parser.add_argument("--attempt", type=int, required=True, help="the attempt that may write")
     parser.add_argument("--resume", default="", metavar="NAME", help="a verified checkpoint; empty: none")
     options = parser.parse_args(argv)
     # First: every file and directory of this process is its owner's alone.
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     # Before torch is imported, which takes seconds: the daemon knows that the process lives.
     line.send(RankStarted(rank=rank, pid=os.getpid()))
     try:
-        _train(RunPaths(options.run), options.epoch, options.resume, line)
+        _train(RunPaths(options.run), options.attempt, options.resume, line)
     except VerlSlurmError as raised:
         # RanksFailed stands on all ranks alike; what it was caused by decides about the next start.
         error = underlying(raised)
@@ -70,7 +70,7 @@ def _refuse(line: RankLine, rank: int, error: VerlSlurmError, paths: RunPaths) -
         session.refused(error, told=told)
 
 
-def _train(paths: RunPaths, epoch: int, resume: str, line: RankLine) -> None:
+def _train(paths: RunPaths, attempt: int, resume: str, line: RankLine) -> None:
     # Imports make a million objects and no garbage: to look for some takes a sixth of their time.
     gc.disable()
     from verl_slurm.config.elastic import on_ranks
@@ -95,7 +95,7 @@ def _train(paths: RunPaths, epoch: int, resume: str, line: RankLine) -> None:
         loop = build_loop(
             config,
             paths,
-            epoch=epoch,
+            attempt=attempt,
             resume=resume,
             device=device,
             ranks=ranks,

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from verl_slurm.base.bounded import DATA_FILES, read_regular
-from verl_slurm.base.fence import require_epoch
+from verl_slurm.base.fence import require_attempt
 from verl_slurm.base.keys import Keyring
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.decide.best import Best, metrics_of
@@ -50,7 +50,7 @@ class Checkpointer:
     """Saves this run's state in the background and keeps the number of checkpoints in bounds.
 
     Args:
-        epoch: the attempt that this is.
+        attempt: the attempt that this is.
         resumed_from: name of the checkpoint of this run that was verified and loaded; empty: none.
         keys: what keeps older ones from being removed must be signed with one of them.
 
@@ -67,13 +67,13 @@ class Checkpointer:
         saver: CheckpointSaver,
         ledger: Ledger,
         schema: SchemaVersion,
-        epoch: int,
+        attempt: int,
         resumed_from: str,
         keys: Keyring | None = None,
     ) -> None:
         self._keys = keys
         self._config, self._paths, self._shape, self._rank = config, paths, shape, rank
-        self._saver, self._ledger, self._schema, self._epoch = saver, ledger, schema, epoch
+        self._saver, self._ledger, self._schema, self._attempt = saver, ledger, schema, attempt
         # Now, while shared storage is there: a save to the nodes' own disks must not need it.
         self._orchestration = read_regular(paths.orchestration, DATA_FILES) if rank == 0 else b""
         # Retention keeps ASSURED_KEPT of these, so it drops nothing that might be the last good checkpoint.
@@ -186,15 +186,15 @@ class Checkpointer:
             self._paths,
             plan,
             verifier=lambda path: verify(path, keys=self._keys),
-            epoch_check=lambda: require_epoch(self._paths, self._epoch),
+            attempt_check=lambda: require_attempt(self._paths, self._attempt),
             remove=self._removing.remove,
         )
         # Asked again after the removals, which may take long: a newer attempt may need these records by now.
-        require_epoch(self._paths, self._epoch)
+        require_attempt(self._paths, self._attempt)
         # Listed once more: an entry that the daemon has set aside since the plan holds back no records.
         kept = [info for info in list_checkpoints(self._paths) if info.name in plan.working]
         oldest = min((info.step for info in kept), default=0)
-        prune_ledger(self._paths, oldest, current_epoch=self._epoch)
+        prune_ledger(self._paths, oldest, current_attempt=self._attempt)
         self._removing.leave_room(self._paths.checkpoints, need_of_next(done.num_bytes, done.num_files))
         return oldest
 

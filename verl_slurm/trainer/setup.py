@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from verl_slurm.base.bounded import vocabulary_of
-from verl_slurm.base.fence import require_epoch
+from verl_slurm.base.fence import require_attempt
 from verl_slurm.base.files import require_safe_way
 from verl_slurm.base.keys import Keyring, load_keys
 from verl_slurm.base.paths import RunPaths
@@ -175,7 +175,7 @@ def build_loop(
     config: RunConfig,
     paths: RunPaths,
     *,
-    epoch: int,
+    attempt: int,
     resume: str,
     device: torch.device,
     ranks: Collective,
@@ -193,7 +193,7 @@ def build_loop(
         KeyRefused, PermissionRefused: `keys.load_keys`.
         RanksFailed: rank 0 could not read an input that all depend on.
     """
-    session = Session(line, rank=ranks.rank, world_size=ranks.world_size, paths=paths, epoch=epoch)
+    session = Session(line, rank=ranks.rank, world_size=ranks.world_size, paths=paths, attempt=attempt)
     start = _begin(config, paths, session, device, ranks, resume, local_rank)
     # A part that is refused leaves no saver process behind; a loop that was built closes it itself.
     with ExitStack() as owned:
@@ -288,7 +288,7 @@ def _load(start: _Start, owned: ExitStack) -> _Parts:
             start.paths,
             live_tensors(models, optimizers),
             Provenance(
-                epoch=start.session.epoch,
+                attempt=start.session.attempt,
                 parent=start.manifest.name if start.manifest else None,
                 schema_id=schema.schema_id,
                 dataset_fingerprint=start.digests.dataset,
@@ -298,7 +298,7 @@ def _load(start: _Start, owned: ExitStack) -> _Parts:
                 algorithm=config.train.algorithm,
             ),
             ranks,
-            epoch_check=lambda: require_epoch(start.paths, start.session.epoch),
+            attempt_check=lambda: require_attempt(start.paths, start.session.attempt),
             local=start.local,
             # Rank 0 alone judges, for all ranks, whether shared storage makes a save in time.
             usual_seconds=_usual_seconds(start.paths, start.manifest) if ranks.rank == 0 else None,
@@ -325,7 +325,7 @@ def _restore(start: _Start, parts: _Parts) -> _Restored:
     """Loads the checkpoint, or makes the state of a first step, with its reward and the rollouts of its step."""
     config, paths, ranks, keys = start.config, start.paths, start.ranks, start.keys
     # A segment for each rank and attempt: a restart within the attempt appends behind its last whole record.
-    ledger = Ledger(paths, start.session.epoch, ranks.rank, keys=keys)
+    ledger = Ledger(paths, start.session.attempt, ranks.rank, keys=keys)
     # With a checkpoint, models and engine come first: its state also puts the generators back.
     state, directory = fresh_state(config), start.directory
     if directory:
@@ -383,7 +383,7 @@ def _assemble(
     start: _Start, parts: _Parts, restored: _Restored, data: PromptData, evaluator: Evaluator | None
 ) -> Loop:
     config, paths, ranks, keys = start.config, start.paths, start.ranks, start.keys
-    state, saver, shape, epoch = restored.state, parts.saver, start.shape, start.session.epoch
+    state, saver, shape, attempt = restored.state, parts.saver, start.shape, start.session.attempt
     reporter = _reporter(start, parts, restored)
     # The tensors that a save copies must not change before it has.
     for optimizer in parts.optimizers.values():
@@ -401,7 +401,7 @@ def _assemble(
         recorder=RolloutRecorder(restored.ledger, parts.grid.data.rank, _tell_of_ledger(start)),
         replay=restored.replay,
         evaluator=evaluator,
-        samples=SampleLog(paths, epoch, config.rollout.keep_samples, keys) if ranks.rank == 0 else None,
+        samples=SampleLog(paths, attempt, config.rollout.keep_samples, keys) if ranks.rank == 0 else None,
     )
     start.copies.begin()
     return Loop(
@@ -417,7 +417,7 @@ def _assemble(
             saver=saver,
             ledger=restored.ledger,
             schema=parts.schema,
-            epoch=epoch,
+            attempt=attempt,
             resumed_from=start.resumed_from,
             keys=keys,
         ),
@@ -436,7 +436,7 @@ def _assemble(
         saved_as=start.resumed_from if state.position == restored.loaded else "",
         rewards=RewardSwap(
             paths=paths,
-            epoch=epoch,
+            attempt=attempt,
             ranks=ranks,
             reporter=reporter,
             plan=restored.plan,
@@ -462,7 +462,7 @@ def _first_look(
         Fenced, DatasetDrift, DataError, ConfigError: they are not.
     """
     # First: what follows writes into RUN, and an attempt that has lost the run must touch nothing of it.
-    require_epoch(paths, session.epoch)
+    require_attempt(paths, session.attempt)
     # A daemon has just compared the data set with its fingerprint, and may have accepted a change.
     recorded = read_fingerprint(paths) if session.has_daemon else None
     data_root, model_path = Path(config.data.root), Path(config.model.path)

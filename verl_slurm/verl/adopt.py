@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, Fenced, NoRoom, VerlSlurmError
-from verl_slurm.base.fence import Epoch, read_epoch
+from verl_slurm.base.fence import RunOwner, read_owner
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.decide.retention import plan_prune
@@ -159,7 +159,7 @@ def adopt_steps(
     if not chosen:
         return []
     # Noted before the first byte: a start in between makes it another one, and each commit asks.
-    owner = read_epoch(paths)
+    owner = read_owner(paths)
     private_dir(paths.checkpoints)
     private_dir(paths.root / "work")
     # Of adoptions that were killed. The caller holds the run, so none of them is alive.
@@ -186,7 +186,7 @@ def adopt_steps(
 
 
 def _adopt(
-    paths: RunPaths, row: AdoptedStep, work: Path, how: How, owner: Epoch | None, on_bytes: OnBytes
+    paths: RunPaths, row: AdoptedStep, work: Path, how: How, owner: RunOwner | None, on_bytes: OnBytes
 ) -> AdoptedStep:
     """Adopts one step; its own problem does not keep the others from being adopted."""
     one = row.judged
@@ -207,8 +207,8 @@ def _adopt(
             {copy.name: copy},
             # With a tracker of its own the checkpoint is a directory that verl's tools take.
             texts=tracker_file(one.step),
-            # Not `require_epoch`: no attempt of ours owns the run; what counts is that none has begun since.
-            epoch_check=lambda: _require_same(paths, owner),
+            # Not `require_attempt`: no attempt of ours owns the run; what counts is that none has begun since.
+            attempt_check=lambda: _require_same(paths, owner),
         )
     except (CheckpointCorrupt, OSError) as error:
         # A full disk is no fault of one step: the others would not fit either.
@@ -225,7 +225,7 @@ def _adopt(
     return replace(row, choice="adopted", how=how, saved=saved)
 
 
-def _save(one: Judged, how: How, owner: Epoch | None) -> LoopSave:
+def _save(one: Judged, how: How, owner: RunOwner | None) -> LoopSave:
     metadata = {
         "adopted_from": str(one.path),
         "adopted_as": how,
@@ -236,18 +236,18 @@ def _save(one: Judged, how: How, owner: Epoch | None) -> LoopSave:
         guest="verl",
         step=one.step,
         # Attempt 0 comes before any: the run was never started.
-        epoch=0 if owner is None else owner.epoch,
+        attempt=0 if owner is None else owner.attempt,
         world_size=one.world_size or 1,
         metadata=metadata,
     )
 
 
-def _require_same(paths: RunPaths, owner: Epoch | None) -> None:
-    if (now := read_epoch(paths)) != owner:
+def _require_same(paths: RunPaths, owner: RunOwner | None) -> None:
+    if (now := read_owner(paths)) != owner:
         raise Fenced(
             "the run was started while its checkpoints were adopted",
             where=paths.root,
-            found="no attempt yet" if now is None else f"attempt {now.epoch} of job {now.job_id}",
+            found="no attempt yet" if now is None else f"attempt {now.attempt} of job {now.job_id}",
             remedy="what was adopted before is whole; adopt the rest when that job has ended",
         )
 

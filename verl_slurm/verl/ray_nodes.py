@@ -96,13 +96,13 @@ def ray_environment(environ: Mapping[str, str], token_file: Path, head: str, nod
     return unless_said | others | ours
 
 
-def ray_token(secret: str, epoch: int, generation: int) -> str:
+def ray_token(secret: str, attempt: int, restart: int) -> str:
     """Returns the token of one restart's Ray.
 
     Args:
         secret: the lead's (`RUN/control/lead.json`); the token reveals nothing of it.
     """
-    message = f"ray {epoch} {generation}".encode()
+    message = f"ray {attempt} {restart}".encode()
     return hmac.new(secret.encode(), message, hashlib.sha256).hexdigest()
 
 

@@ -15,10 +15,10 @@ RUN_VARIABLE = "VERL_SLURM_RUN"
 """The run's directory, absolute. This variable and the three below are set for guests' loops; our own trainer has
 options."""
 
-EPOCH_VARIABLE = "VERL_SLURM_EPOCH"
+ATTEMPT_VARIABLE = "VERL_SLURM_ATTEMPT"
 """The number of the attempt that may write."""
 
-GENERATION_VARIABLE = "VERL_SLURM_GENERATION"
+RESTART_VARIABLE = "VERL_SLURM_RESTART"
 """The number of this start of the ranks, from 1 in each attempt."""
 
 RESUME_VARIABLE = "VERL_SLURM_RESUME"

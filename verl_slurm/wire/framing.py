@@ -1,6 +1,6 @@
 """Turns bytes into messages and back, between lead and agent. No sockets here.
 
-Handshake (32-byte nonces; `token` from the 0600 file `RUN/control/lead.json`; `ctx` = run epoch as 8 bytes):
+Handshake (32-byte nonces; `token` from the 0600 file `RUN/control/lead.json`; `ctx` = run attempt as 8 bytes):
 
 ```
 lead  → agent   b"VSLURM01" ‖ nonce_lead
@@ -44,31 +44,31 @@ def _mac(key: bytes, *parts: bytes) -> bytes:
     return hmac.new(key, b"".join(parts), hashlib.sha256).digest()
 
 
-def proof(token: bytes, role: bytes, epoch: int, first: bytes, second: bytes) -> bytes:
+def proof(token: bytes, role: bytes, attempt: int, first: bytes, second: bytes) -> bytes:
     """Computes the proof that `role` (b"agent" or b"lead") knows the token, for these two nonces."""
-    return _mac(token, role, _SEQUENCE.pack(epoch), first, second)
+    return _mac(token, role, _SEQUENCE.pack(attempt), first, second)
 
 
-def session_key(token: bytes, epoch: int, nonce_lead: bytes, nonce_agent: bytes) -> bytes:
+def session_key(token: bytes, attempt: int, nonce_lead: bytes, nonce_agent: bytes) -> bytes:
     """Derives the key of one connection's frames."""
-    return _mac(token, b"key", _SEQUENCE.pack(epoch), nonce_lead, nonce_agent)
+    return _mac(token, b"key", _SEQUENCE.pack(attempt), nonce_lead, nonce_agent)
 
 
-def ranks_key(token: bytes, epoch: int, generation: int) -> bytes:
-    """Derives the key by which the ranks of one generation prove themselves to each other. Each agent derives it; it is
+def ranks_key(token: bytes, attempt: int, restart: int) -> bytes:
+    """Derives the key by which the ranks of one restart prove themselves to each other. Each agent derives it; it is
     never sent."""
-    return _mac(token, b"ranks", _SEQUENCE.pack(epoch), _SEQUENCE.pack(generation))
+    return _mac(token, b"ranks", _SEQUENCE.pack(attempt), _SEQUENCE.pack(restart))
 
 
-def services_token(token: bytes, epoch: int) -> str:
+def services_token(token: bytes, attempt: int) -> str:
     """Derives what the ranks and services of one attempt have in common. Each node derives it; it is never sent."""
-    return _mac(token, b"services", _SEQUENCE.pack(epoch)).hex()
+    return _mac(token, b"services", _SEQUENCE.pack(attempt)).hex()
 
 
-def relay_key(token: bytes, epoch: int) -> bytes:
+def relay_key(token: bytes, attempt: int) -> bytes:
     """Derives the key by which agents and hosts of services prove themselves to each other. It is not the token that
     services have: a service may run what a model wrote."""
-    return _mac(token, b"relay", _SEQUENCE.pack(epoch))
+    return _mac(token, b"relay", _SEQUENCE.pack(attempt))
 
 
 class Framer(Generic[M]):

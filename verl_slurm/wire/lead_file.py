@@ -16,9 +16,9 @@ from verl_slurm.base.paths import RunPaths
 class LeadAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Holds the content of the file."""
 
-    epoch: Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-    generation: Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-    """The newest generation that agents may join; 0: none yet."""
+    attempt: Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+    restart: Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+    """The newest restart that agents may join; 0: none yet."""
     host: str
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     token: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
@@ -45,11 +45,11 @@ def read_lead_address(paths: RunPaths) -> LeadAddress:
         raise WireError("the lead's address cannot be read", where=paths.lead_address, found=error) from error
 
 
-def remove_lead_address(paths: RunPaths, epoch: int) -> None:
+def remove_lead_address(paths: RunPaths, attempt: int) -> None:
     """Removes the file, unless a newer attempt has already written its own."""
     try:
         # Two leads may overlap for a moment: the newer one's address must stay.
-        if read_lead_address(paths).epoch == epoch:
+        if read_lead_address(paths).attempt == attempt:
             paths.lead_address.unlink()
     except (OSError, WireError, PermissionRefused):
         return

@@ -10,15 +10,15 @@ refused, and the channel is closed. None carries a path that a peer acts upon, a
 
 A connection that loses packets, delays them or is cut for less than three minutes changes nothing: TCP recovers. A link
 that has ended is not resumed, and its session's key is not used again. The agent ends its ranks and leaves, and the
-lead starts the next generation over new links. So no message is received or acted on twice, and none in part.
+lead starts the next restart over new links. So no message is received or acted on twice, and none in part.
 
-A generation (one start of all ranks) goes, in the good case:
+A restart (one start of all ranks) goes, in the good case:
 
 ```
 lead  → agent  Baseline(time, places)                    → the agent looks at its node
 agent → lead   AgentReady(node, node_id, free_port)
                or, of a node that is not fit: NodeUnfit(evidence)  → the job is requeued without it
-lead  → agent  Launch(generation, node_rank, master_addr, master_port, resume, epoch)
+lead  → agent  Launch(restart, node_rank, master_addr, master_port, resume, attempt)
 rank  → lead   RankStarted, then Progress at once, at most every 0.5 s (rank 0) or 1 s (the others); Notice at times
    a preemption:
 lead  → agent  SaveRequest(request_id, stop, seconds_left)   → into the control page
@@ -38,16 +38,16 @@ agent → lead   NodeExited(exit_code, detail)
 lead  → agent  Shutdown
 ```
 
-An agent that is started ahead of a generation says `StandsBy` first. It hears `Launch` when the generation comes, and
+An agent that is started ahead of a restart says `StandsBy` first. It hears `Launch` when the restart comes, and
 `Shutdown` if it is not wanted any more.
 
 A service (`services` of the configuration) has a host on each of its nodes, which is a peer like an agent: it says
-`ServiceSaid`, hears `Shutdown`, and outlives generations.
+`ServiceSaid`, hears `Shutdown`, and outlives restarts.
 
 Ranks' messages pass through the agent unchanged; it checks that `rank` is one of its own.
 
 The keys under which ranks find each other (torch's `Store`) go the same two ways, over a second Unix socket
-(`store_line.py`): rank → agent → lead `StoreCall`, back `StoreAnswer`. The lead holds them for one generation. An agent
+(`store_line.py`): rank → agent → lead `StoreCall`, back `StoreAnswer`. The lead holds them for one restart. An agent
 replaces `call` by a number of its own and puts the rank's back into the answer.
 """
 
@@ -81,8 +81,8 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class Launch(_Message, frozen=True, kw_only=True):
     """Starts the trainer ranks of this node."""
 
-    generation: int
-    epoch: int
+    restart: int
+    attempt: int
     node_rank: int
     nodes: int = 0
     """With ranks; 0: as configured."""
@@ -154,7 +154,7 @@ class StandsBy(_Message, frozen=True, kw_only=True):
     becomes of it is nothing to those that train."""
 
     node: str
-    generation: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
+    restart: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
     """The restart."""
 
 
@@ -243,9 +243,9 @@ class Progress(_Message, frozen=True, kw_only=True):
     phase: Literal["generate", "score", "advantage", "update", "evaluate", "step_end"]
     index: int
     safe_points: int
-    """Safe points passed since the start of this generation."""
+    """Safe points passed since the start of this restart."""
     new_rollouts: int
-    """Rollouts sampled (not replayed) since the start of this generation."""
+    """Rollouts sampled (not replayed) since the start of this restart."""
     metrics: dict[str, float] = {}
     """At a step's end: reward, kl, loss, tokens per second."""
     gpu_memory_percent: float | None = None

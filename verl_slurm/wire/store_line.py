@@ -1,4 +1,4 @@
-"""The rank's end of the store that all ranks of a generation share; no torch here (`verl_slurm.rendezvous.store`).
+"""The rank's end of the store that all ranks of a restart share; no torch here (`verl_slurm.rendezvous.store`).
 
 It is a Unix stream socket beside the rank's other one, in the agent's 0700 directory; the agent checks the peer's uid.
 Each message is a u32 length (big endian) and that many bytes of msgpack: `FromStoreClient` one way, `StoreAnswer` the
@@ -20,7 +20,7 @@ from verl_slurm.wire.peer_credentials import require_our_agent
 
 STORE_SOCKET_NAME = "store.sock"
 RANKS_KEY_NAME = "ranks.key"
-"""File of 32 bytes, 0600: the key by which the ranks of one generation prove themselves to each other
+"""File of 32 bytes, 0600: the key by which the ranks of one restart prove themselves to each other
 (`rendezvous.install`)."""
 
 LENGTH = struct.Struct(">I")

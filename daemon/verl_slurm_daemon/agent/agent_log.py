@@ -1,6 +1,6 @@
 """An agent's own log: what it saw and did while it could not tell the lead.
 
-It is `RUN/logs/epoch_000003.node_0001.agent.log`.
+It is `RUN/logs/attempt_000003.node_0001.agent.log`.
 
 Output that an agent prints goes through slurmstepd to srun on the lead's node, and is lost with that node.
 This file keeps it. Logging never hurts the agent: it swallows every error (a full disk, a directory that is

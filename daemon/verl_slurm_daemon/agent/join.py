@@ -33,19 +33,19 @@ def run_join(root: Path, hostfile: Path, name: str) -> ExitCode:
     seen = (0, 0)
     while True:
         address = _address(paths)
-        if address is not None and address.generation > 0 and (address.epoch, address.generation) != seen:
-            seen = (address.epoch, address.generation)
+        if address is not None and address.restart > 0 and (address.attempt, address.restart) != seen:
+            seen = (address.attempt, address.restart)
             # The lead may have left in between: a later look finds the next lead, or the end.
             with contextlib.suppress(VerlSlurmError):
-                asyncio.run(_one_generation(paths, address.epoch, hosts[place].name, place))
+                asyncio.run(_one_restart(paths, address.attempt, hosts[place].name, place))
         ended = _ended(paths, since)
         if ended is not None:
             return ended
         time.sleep(_LOOK_S)
 
 
-async def _one_generation(paths: RunPaths, epoch: int, node: str, place: int) -> None:
-    await Agent(paths, load_own(paths.run_yaml), epoch, node, place).run()
+async def _one_restart(paths: RunPaths, attempt: int, node: str, place: int) -> None:
+    await Agent(paths, load_own(paths.run_yaml), attempt, node, place).run()
 
 
 def _address(paths: RunPaths) -> LeadAddress | None:

@@ -76,16 +76,16 @@ class Agent:
     """The agent of one node; see the module.
 
     Args:
-        generation: of the restart that it stands by for; 0: it is wanted now.
+        restart: of the restart that it stands by for; 0: it is wanted now.
     """
 
     def __init__(
-        self, paths: RunPaths, config: RunConfig, epoch: int, node: str, node_id: int, generation: int = 0
+        self, paths: RunPaths, config: RunConfig, attempt: int, node: str, node_id: int, restart: int = 0
     ) -> None:
-        self._generation = generation
-        self._paths, self._config, self._epoch = paths, config, epoch
+        self._restart = restart
+        self._paths, self._config, self._attempt = paths, config, attempt
         self._node, self._node_id = node, node_id
-        self._log = AgentLog(paths.agent_log(epoch, node_id), f"{epoch} {node}")
+        self._log = AgentLog(paths.agent_log(attempt, node_id), f"{attempt} {node}")
         self._baselines: asyncio.Queue[tuple[tuple[str, ...], float]] = asyncio.Queue()
         self._launches: asyncio.Queue[msg.Launch] = asyncio.Queue()
         self._shutdown = asyncio.Event()
@@ -149,15 +149,15 @@ class Agent:
         try:
             # With an error to report, one try is worth it.
             pauses = CONNECT_PAUSES_S if failed is None else ()
-            self._link = link = await reach_lead(self._address, self._epoch, self._warned, pauses)
+            self._link = link = await reach_lead(self._address, self._attempt, self._warned, pauses)
         except WireError as error:
             raise failed or error from error
-        if self._generation:
-            link.send(msg.StandsBy(node=self._node, generation=self._generation))
+        if self._restart:
+            link.send(msg.StandsBy(node=self._node, restart=self._restart))
         self._tasks = [asyncio.create_task(self._listen(link))]
         if failed is not None:
             raise failed
-        if self._generation:
+        if self._restart:
             require_memory(self._config.distributed.ranks_per_node)
         # A node that stands by was looked at before.
         elif not await self._is_fit(link):
@@ -179,7 +179,7 @@ class Agent:
                 free_port=_free_port(link.own_host),
             )
         )
-        if not self._generation:  # else the port is the other agent's as yet
+        if not self._restart:  # else the port is the other agent's as yet
             await self._open_metrics(link.own_host, refusals.counts)
         self._log.say("joined", lead=f"{self._address.host}:{self._address.port}")
         for name in self._early_signals:
@@ -238,21 +238,21 @@ class Agent:
             self._log,
             self._refusals.add,
         )
-        if self._generation:
-            await self._first(start.stand_by(self._generation))
+        if self._restart:
+            await self._first(start.stand_by(self._restart))
         # ---- wait until all agents are ready and the lead has named the checkpoint to resume from
         launch = await self._first(self._launches.get())
         if launch is None:
             return
         # Which ranks are this node's follows from `node_rank`; until here the socket refuses every message.
         ranks.ranks = self._config.speakers_on(launch.node_rank)
-        if self._generation:
+        if self._restart:
             await self._open_metrics(link.own_host, self._refusals.counts)
         launcher = await self._first(start.launch(launch))
         if launcher is None:
             return
         log, moves = start.log, Moves.of(self._paths)
-        self._log.say("launched", restart=launch.generation, launcher=launcher.pid)
+        self._log.say("launched", restart=launch.restart, launcher=launcher.pid)
         # Not before: it uses a thread, and the launcher has to be forked by a process that has one.
         self._tasks.append(asyncio.create_task(self._watch_the_cloud(link)))
         # ---- wait for the ranks' end; after a shutdown or a lost link, `_leave` kills them
@@ -303,7 +303,7 @@ class Agent:
 
     async def _leave(self, job: SlurmJob | None) -> bool:
         """Kills what runs here and stays until this agent may leave; returns whether the lead has released it."""
-        # First of all: the end of this step tells the lead that no process of ours is left (`inputs.GenerationEnded`),
+        # First of all: the end of this step tells the lead that no process of ours is left (`inputs.RanksEnded`),
         # and ranks that outlive it would write beside the next attempt's. A container's first: its runtime may stand
         # between this process and them.
         if self._lifeline is not None and not await self._lifeline.end():
@@ -326,13 +326,13 @@ class Agent:
         self._log.detach()
         senses = None
         if job is not None:
-            paths, config, epoch = self._paths, self._config, self._epoch
+            paths, config, attempt = self._paths, self._config, self._attempt
             senses = SlurmSenses(
-                job, config, paths, epoch=epoch, node_id=self._node_id, address=self._address
+                job, config, paths, attempt=attempt, node_id=self._node_id, address=self._address
             )
         try:
             # One that stands by asks after all those that train.
-            turn = self._node_id + (self._config.distributed.nodes if self._generation else 0)
+            turn = self._node_id + (self._config.distributed.nodes if self._restart else 0)
             verdict = await see_off(known, senses, turn, self._log)
             self._log.say("done", released=known.released, link_up=known.link_up, reason=verdict.reason)
         except Exception as error:  # noqa: BLE001 - the node is still to be left clean
@@ -476,11 +476,11 @@ def _free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def run_agent(root: Path, epoch: int, generation: int = 0) -> ExitCode:
+def run_agent(root: Path, attempt: int, restart: int = 0) -> ExitCode:
     """Runs the agent of this node from start to end.
 
     Args:
-        generation: of the restart that it stands by for; 0: it is wanted now.
+        restart: of the restart that it stands by for; 0: it is wanted now.
     """
     # Before the first child: an orphan goes to the nearest subreaper that there is when its parent dies.
     become_subreaper()
@@ -491,16 +491,16 @@ def run_agent(root: Path, epoch: int, generation: int = 0) -> ExitCode:
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     # It counts over all components of a heterogeneous job, too (22.05.8).
     node_id = int(os.environ.get("SLURM_NODEID") or 0)
-    return asyncio.run(_run(paths, epoch, node, node_id, generation))
+    return asyncio.run(_run(paths, attempt, node, node_id, restart))
 
 
-async def _run(paths: RunPaths, epoch: int, node: str, node_id: int, generation: int) -> ExitCode:
+async def _run(paths: RunPaths, attempt: int, node: str, node_id: int, restart: int) -> ExitCode:
     try:
         config, failed = load_own(paths.run_yaml), None
     except (OSError, VerlSlurmError) as error:
         # The defaults suffice for the link by which the lead is told; else it would wait a minute for this agent.
         config, failed = RunConfig(), error
-    return await Agent(paths, config, epoch, node, node_id, generation).run(failed)
+    return await Agent(paths, config, attempt, node, node_id, restart).run(failed)
 
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")

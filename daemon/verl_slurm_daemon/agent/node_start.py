@@ -86,17 +86,17 @@ class NodeStart:
         self._relays: list[asyncio.Server] = []
         self.log = Path()
 
-    async def stand_by(self, generation: int) -> None:
+    async def stand_by(self, restart: int) -> None:
         """Starts ranks that import and wait, for a restart that may come.
 
         Raises:
             VerlSlurmError, OSError: as `launch`.
         """
-        prepared = await self._prepare(generation)
+        prepared = await self._prepare(restart)
         # What a restart adds to this is in the orders.
         unknown = Launch(
-            generation=generation,
-            epoch=self._address.epoch,
+            restart=restart,
+            attempt=self._address.attempt,
             node_rank=self._node_id % self._config.distributed.nodes,
             master_addr="",
             master_port=0,
@@ -106,7 +106,7 @@ class NodeStart:
         argv, environ = ranks_argv(*start), ranks_environ(*start, prepared.environ)
         argv = standby_argv(argv, self._paths.imports)
         launcher = await self._begin(prepared, argv, environ, 0, asyncio.subprocess.PIPE)
-        self._said.say("stands_by", restart=generation, launcher=launcher.pid)
+        self._said.say("stands_by", restart=restart, launcher=launcher.pid)
         self._standing = prepared, launcher
 
     async def launch(self, launch: Launch) -> asyncio.subprocess.Process:
@@ -130,17 +130,17 @@ class NodeStart:
                 if launcher.returncode is None:
                     return launcher
             self._said.say("stands_by", loud=True, problem="its launcher is gone")
-        prepared = await self._prepare(launch.generation)
+        prepared = await self._prepare(launch.restart)
         start = (prepared.config, self._paths, launch, self._control)
         environ = ranks_environ(*start, await self._with_services(prepared.environ, launch))
         return await self._begin(prepared, ranks_argv(*start), environ, launch.node_rank)
 
-    async def _prepare(self, generation: int) -> _Prepared:
+    async def _prepare(self, restart: int) -> _Prepared:
         # Ranks get a key derived from the token, in a 0600 file, and never the token: that opens the lead's port.
-        key = ranks_key(bytes.fromhex(self._address.token), self._address.epoch, generation)
+        key = ranks_key(bytes.fromhex(self._address.token), self._address.attempt, restart)
         # Not durable: it serves processes of this restart, which a power cut ends as well.
         write_file(self._control / RANKS_KEY_NAME, key, durable=False)
-        self.log = log = self._paths.rank_log(self._address.epoch, generation, self._node_id)
+        self.log = log = self._paths.rank_log(self._address.attempt, restart, self._node_id)
         environ = await prepare_environment(self._config, os.environ, log)
         environ[LOG_VARIABLE] = str(log)
         moves = Moves.of(self._paths)
@@ -184,20 +184,20 @@ class NodeStart:
         environ = environ | past_proxies(environ, launch.hosts)
         if not self._config.services:
             return environ
-        secret, epoch = bytes.fromhex(self._address.token), self._address.epoch
+        secret, attempt = bytes.fromhex(self._address.token), self._address.attempt
         near: dict[str, str] = {}
         for name, addresses in launch.services.items():
             ends = []
             for far in addresses.split(","):
                 tell = partial(self._tell_of_stranger, name)
-                key = relay_key(secret, epoch)
-                server, address = await open_near_end(far, key, epoch, tell, self._refused)
+                key = relay_key(secret, attempt)
+                server, address = await open_near_end(far, key, attempt, tell, self._refused)
                 # Held until this process ends, and the ranks before it: the port is never another user's meanwhile.
                 self._relays.append(server)
                 ends.append(address)
             near[name] = ",".join(ends)
         here = msgspec.structs.replace(launch, services=near)
-        return environ | variables_of_ranks(self._config, here, services_token(secret, epoch), os.environ)
+        return environ | variables_of_ranks(self._config, here, services_token(secret, attempt), os.environ)
 
     def _tell_of_stranger(self, service: str, problem: str) -> None:
         self._said.say("service_refused", loud=True, service=service, problem=problem)

@@ -75,11 +75,11 @@ class SlurmSenses:
         config: RunConfig,
         paths: RunPaths,
         *,
-        epoch: int,
+        attempt: int,
         node_id: int,
         address: LeadAddress | None,
     ) -> None:
-        self._paths, self._epoch, self._node_id, self._address = paths, epoch, node_id, address
+        self._paths, self._attempt, self._node_id, self._address = paths, attempt, node_id, address
         self._job_id = str(job.job_id)
         self._allocation = SlurmAllocation(job, config, paths, leaves_at_once=True)
 
@@ -87,7 +87,7 @@ class SlurmSenses:
         async with asyncio.timeout(_READ_S):
             # In a thread, because storage that hangs would stop the loop and with it the limit above.
             history = await asyncio.to_thread(read_history, self._paths)
-        return self._epoch in history.ended_attempts
+        return self._attempt in history.ended_attempts
 
     async def lead_answers(self) -> bool:
         if self._address is None:
@@ -96,7 +96,7 @@ class SlurmSenses:
         try:
             async with asyncio.timeout(_PROBE_S):
                 # A whole handshake, not just a TCP connection: another process may have taken the port meanwhile.
-                link = await connect(address.host, address.port, bytes.fromhex(address.token), self._epoch)
+                link = await connect(address.host, address.port, bytes.fromhex(address.token), self._attempt)
         # Whatever the reason, this lead does not answer; Slurm and time decide what that means.
         except (OSError, TimeoutError, asyncio.IncompleteReadError, VerlSlurmError):
             return False
@@ -111,7 +111,7 @@ class SlurmSenses:
         return await self._allocation.requeue()
 
     def tell(self, accepted: bool, detail: str) -> None:
-        journal = Journal(self._paths, epoch=self._epoch, job_id=self._job_id)
+        journal = Journal(self._paths, attempt=self._attempt, job_id=self._job_id)
         journal.write(Orphaned(self._node_id, accepted, detail))
 
 

@@ -37,7 +37,7 @@ import psutil
 
 from verl_slurm.base.memory import oom_kills
 from verl_slurm.base.processes import become_subreaper, die_with_parent
-from verl_slurm.wire.environment import GENERATION_VARIABLE, HOST_PID_VARIABLE
+from verl_slurm.wire.environment import HOST_PID_VARIABLE, RESTART_VARIABLE
 from verl_slurm.wire.standing_by import Orders
 from verl_slurm_daemon.descendants import WARNINGS, kill_tree
 
@@ -301,7 +301,7 @@ def rank_environment(
         "MASTER_PORT": 0,
         "TORCHELASTIC_RESTART_COUNT": 0,
         "TORCHELASTIC_MAX_RESTARTS": 0,
-        "TORCHELASTIC_RUN_ID": environ.get(GENERATION_VARIABLE, "verl-slurm"),
+        "TORCHELASTIC_RUN_ID": environ.get(RESTART_VARIABLE, "verl-slurm"),
         "TORCHELASTIC_USE_AGENT_STORE": True,  # torch's own handler would connect, and never listen
         "TORCH_GLOO_LAZY_INIT": 0,  # a group's connections are checked when it is built
     }

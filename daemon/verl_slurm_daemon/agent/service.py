@@ -136,12 +136,12 @@ class ServiceHost:
     """The host of the service `name`, on the `index`-th of its nodes; see the module."""
 
     def __init__(
-        self, paths: RunPaths, config: RunConfig, epoch: int, name: str, index: int, node: str
+        self, paths: RunPaths, config: RunConfig, attempt: int, name: str, index: int, node: str
     ) -> None:
-        self._paths, self._config, self._epoch = paths, config, epoch
+        self._paths, self._config, self._attempt = paths, config, attempt
         self._name, self._index, self._node = name, index, node
         self._service = config.services[name]
-        self._log = paths.service_log(epoch, name, index)
+        self._log = paths.service_log(attempt, name, index)
         self._address, self._port = "", 0  # the ranks' way to it, and its own port; 0: it does not run
         self._stranger, self._problem = asyncio.Event(), ""
 
@@ -156,10 +156,10 @@ class ServiceHost:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WARNINGS)
         address = read_lead_address(self._paths)
         try:
-            link = await reach_lead(address, self._epoch, warned)
-            await self._open_relay(link.own_host, relay_key(bytes.fromhex(address.token), self._epoch))
+            link = await reach_lead(address, self._attempt, warned)
+            await self._open_relay(link.own_host, relay_key(bytes.fromhex(address.token), self._attempt))
             dismissed = asyncio.create_task(self._listen(link))
-            token = services_token(bytes.fromhex(address.token), self._epoch)
+            token = services_token(bytes.fromhex(address.token), self._attempt)
             work = asyncio.create_task(self._keep(link, token))
             await asyncio.wait([work, dismissed], return_when=asyncio.FIRST_COMPLETED)
             if not dismissed.done():
@@ -199,7 +199,7 @@ class ServiceHost:
         # With all ranks beside it, nobody on the network needs to reach it.
         ranks_nodes = self._config.distributed.nodes
         host = "127.0.0.1" if not self._service.nodes and ranks_nodes == 1 else own_host
-        self._relay, port = await open_far_end(host, key, self._epoch, ranks_nodes, self._reach)
+        self._relay, port = await open_far_end(host, key, self._attempt, ranks_nodes, self._reach)
         self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     async def _reach(self) -> Streams:
@@ -355,7 +355,7 @@ def _child_setup(cpus: set[int]) -> None:
     os.sched_setaffinity(0, cpus)
 
 
-def run_service(root: Path, epoch: int, name: str) -> ExitCode:
+def run_service(root: Path, attempt: int, name: str) -> ExitCode:
     """Runs this node's host of the service from start to end.
 
     Raises:
@@ -370,4 +370,4 @@ def run_service(root: Path, epoch: int, name: str) -> ExitCode:
     index = int(os.environ.get("SLURM_NODEID") or 0)
     # The submitted program, as the ranks run theirs.
     config = Moves.of(paths).config(load_own(paths.run_yaml))
-    return asyncio.run(ServiceHost(paths, config, epoch, name, index, node).run())
+    return asyncio.run(ServiceHost(paths, config, attempt, name, index, node).run())

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
-from verl_slurm.base.fence import Epoch
+from verl_slurm.base.fence import RunOwner
 from verl_slurm.journal.events import StartOverruled
 from verl_slurm.journal.history import History
 from verl_slurm_daemon.decide.inputs import CauseKnown, RequeueAnswered
@@ -128,7 +128,7 @@ class Allocation(Protocol):
         """Returns what a person has to add to this job before the run's ranks can start in it; empty: nothing."""
         return ""
 
-    async def still_alive(self, owner: Epoch) -> str:
+    async def still_alive(self, owner: RunOwner) -> str:
         """Returns why `owner`, another attempt, may still be at work; empty: it is not.
 
         Raises:

@@ -17,11 +17,11 @@ from verl_slurm.wire.messages import Launch
 from verl_slurm_daemon.allocation.contract import StepPlacement, TooFewNodes
 
 
-def daemon_argv(python: str, command: str, paths: RunPaths, epoch: int, *more: str) -> list[str]:
+def daemon_argv(python: str, command: str, paths: RunPaths, attempt: int, *more: str) -> list[str]:
     """Returns the command line of a process of this attempt: an `agent`, a host of a `service`, or a `bring-home`."""
     # -P: Python does not search the directory in which the user submitted. A module planted there would be imported in
     # place of ours.
-    life = ["--run", str(paths.root), "--epoch", str(epoch)]
+    life = ["--run", str(paths.root), "--attempt", str(attempt)]
     return [python, "-P", "-m", "verl_slurm_daemon", command, *life, *more]
 
 
@@ -133,7 +133,7 @@ def launcher_argv(
     Args:
         scratch: a private directory of this node; the agent removes it.
     """
-    life = ["--run", str(paths.root), "--epoch", str(launch.epoch), "--resume", launch.resume]
+    life = ["--run", str(paths.root), "--attempt", str(launch.attempt), "--resume", launch.resume]
     trainer, shape = config.trainer, config.distributed
     if trainer.on_ray:
         here = ["--node-rank", str(launch.node_rank), "--head", f"{launch.master_addr}:{launch.master_port}"]
@@ -211,7 +211,7 @@ def launcher_env(
     # By default compiled code is loaded from /tmp/torchinductor_USER, which any user can create before us.
     own = {"TORCHINDUCTOR_CACHE_DIR": str(control / "torch"), "VLLM_RPC_BASE_PATH": str(control)}
     own["PYTHONHASHSEED"] = "0"  # a program that goes through a set of texts gets one order in all attempts
-    flights = paths.flight(launch.epoch, launch.generation)
+    flights = paths.flight(launch.attempt, launch.restart)
     own |= flight_environment(flights, control, config.health.flight_records)
     own |= tracker_environment(paths, config.name)
     fixed = {
@@ -224,8 +224,8 @@ def launcher_env(
     if config.trainer.is_guest:
         fixed |= {
             environment.RUN_VARIABLE: str(paths.root),
-            environment.EPOCH_VARIABLE: str(launch.epoch),
-            environment.GENERATION_VARIABLE: str(launch.generation),
+            environment.ATTEMPT_VARIABLE: str(launch.attempt),
+            environment.RESTART_VARIABLE: str(launch.restart),
             environment.RESUME_VARIABLE: launch.resume,
         }
     program = config.trainer.command[:1]

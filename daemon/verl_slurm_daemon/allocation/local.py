@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.base.fence import Epoch
+from verl_slurm.base.fence import RunOwner
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import KnownProcess
@@ -72,7 +72,7 @@ class LocalAllocation(Allocation):
     def now(self) -> float:
         return time.time()
 
-    async def still_alive(self, owner: Epoch) -> str:
+    async def still_alive(self, owner: RunOwner) -> str:
         # Nothing is known of another host's processes; and the next attempt is this very process.
         if owner.host != socket.gethostname() or owner.pid == os.getpid():
             return ""

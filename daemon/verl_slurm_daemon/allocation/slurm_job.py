@@ -18,7 +18,7 @@ import psutil
 
 from verl_slurm.base.errors import NotFound, SlurmMissing, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.base.fence import Epoch
+from verl_slurm.base.fence import RunOwner
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.elastic import allowed_nodes
@@ -425,13 +425,13 @@ class SlurmAllocation(Allocation):
             f"scontrol update JobId={job} NumNodes={least}, then scontrol release {job}"
         )
 
-    async def still_alive(self, owner: Epoch) -> str:
+    async def still_alive(self, owner: RunOwner) -> str:
         if owner.cluster != self.cluster:
             return ""
         if owner.slurm and self._job.cluster not in (None, owner.slurm):
             return await self._lives_elsewhere(owner)
         if owner.job_id == self.job_id:
-            return ""  # our own former attempt; the epoch fences off what may still run of it
+            return ""  # our own former attempt; the attempt fences off what may still run of it
         silent, leaving = iter(_ASK_AGAIN_S), iter(_LEAVING_S)
         while True:
             try:
@@ -453,12 +453,12 @@ class SlurmAllocation(Allocation):
                     return f"job {owner.job_id} is {facts.state}"
             await asyncio.sleep(pause)
 
-    async def _lives_elsewhere(self, owner: Epoch) -> str:
+    async def _lives_elsewhere(self, owner: RunOwner) -> str:
         """Returns whether the owner, a job of another Slurm cluster, may still work: only the journal can tell."""
         # What is being cancelled may still save. A lead that died without a word is not waited for any longer.
         for pause in _LEAVING_S:
             history = await asyncio.to_thread(read_history, self._paths)
-            word = history.what_became(owner.epoch)
+            word = history.what_became(owner.attempt)
             if word == "goes on":
                 cluster = f"Slurm cluster {owner.slurm} has not ended, and this is {self._job.cluster}"
                 return f"job {owner.job_id} of {cluster}"

@@ -8,7 +8,7 @@ final: a successor whose predecessor was cancelled in its last seconds says so a
 All agents of a dead lead may ask for the successor. The first to claim it queues it
 (`control/successor_of_37.0`); the others wait for the journal's answer. A claimant that says nothing for a
 while has died, and the agents compete for the next claim (`.1`). If it was merely asleep, it makes a second
-job, which the epoch keeps from the run.
+job, which the attempt keeps from the run.
 """
 
 import asyncio

@@ -15,10 +15,10 @@ class _Action(msgspec.Struct, frozen=True):
     """Base: frozen, compared by value."""
 
 
-class StartGeneration(_Action, frozen=True):
+class StartRanks(_Action, frozen=True):
     """Starts one step: an agent on every node, all ranks. Also arms the start timeout."""
 
-    generation: int
+    restart: int
     avoid: tuple[str, ...] = ()
     """Nodes of the job that are lost or bad: spare ones take their places."""
 
@@ -42,7 +42,7 @@ class Verify(_Action, frozen=True):
 
 
 class TakeDown(_Action, frozen=True):
-    """Ends the step: `Shutdown` to the agents, then kills the rest. Ends in `GenerationEnded`."""
+    """Ends the step: `Shutdown` to the agents, then kills the rest. Ends in `RanksEnded`."""
 
     stacks: bool = False
     """Before that, all ranks dump the stacks of their threads."""
@@ -77,14 +77,5 @@ class Note(_Action, frozen=True):
 
 
 Action = (
-    ArmDeadline
-    | AskCause
-    | Exit
-    | Note
-    | Pause
-    | AskRequeue
-    | SaveRequest
-    | StartGeneration
-    | TakeDown
-    | Verify
+    ArmDeadline | AskCause | Exit | Note | Pause | AskRequeue | SaveRequest | StartRanks | TakeDown | Verify
 )

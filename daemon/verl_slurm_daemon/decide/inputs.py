@@ -126,7 +126,7 @@ class StrangerFound(_Event, frozen=True):
 class Hung(_Event, frozen=True):
     """A rank has passed no safe point for too long (defined in `hang.py`)."""
 
-    generation: int
+    restart: int
     node: str
     detail: str
 
@@ -137,7 +137,7 @@ class RunLost(_Event, frozen=True):
     owner: str
 
 
-class GenerationEnded(_Event, frozen=True):
+class RanksEnded(_Event, frozen=True):
     """The step with the agents is gone: none of our processes is left on any node."""
 
     exit_code: int
@@ -164,7 +164,7 @@ class SaveDeadline(_Event, frozen=True):
 class StartTimedOut(_Event, frozen=True):
     """The ranks had their time for a first message."""
 
-    generation: int
+    restart: int
     all_ranks: bool = False
     """Each of them should have sent one; otherwise, any of them."""
 
@@ -200,7 +200,7 @@ Input = (
     | StrangerFound
     | Hung
     | RunLost
-    | GenerationEnded
+    | RanksEnded
     | SaveReadBack
     | SaveDeadline
     | StartTimedOut

@@ -139,7 +139,7 @@ class Model(msgspec.Struct, frozen=True):
     limits: Limits
     state: State = State.STARTING
     world_size: int = 0
-    generation: int = 0
+    restart: int = 0
     crashes: int = 0
     """Failures of all kinds in this allocation, since the last checkpoint that verified."""
     failed: tuple[tuple[FailureKind, str], ...] = ()
@@ -211,7 +211,7 @@ class Model(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(
             self,
             state=State.LAUNCHING,
-            generation=self.generation + 1,
+            restart=self.restart + 1,
             finished=0,
             failure="",
             failure_kind="crash",

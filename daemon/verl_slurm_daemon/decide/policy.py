@@ -99,14 +99,14 @@ def _decide(model: Model, event: inputs.Input) -> Decision:
             return _on_hung(model, event)
         case inputs.RunLost(owner):
             return _on_run_lost(model, owner)
-        case inputs.StartTimedOut(generation, all_ranks):
+        case inputs.StartTimedOut(restart, all_ranks):
             # A rank that has sent a message is slow, not lost: the watch for hangs judges it.
             missing = model.started.bit_count() < model.world_size if all_ranks else not model.started
-            if model.state is State.LAUNCHING and generation == model.generation and missing:
+            if model.state is State.LAUNCHING and restart == model.restart and missing:
                 return _on_failure(model, "the ranks did not start in time")
             return Decision(model)
-        case inputs.GenerationEnded(exit_code):
-            return _on_generation_ended(model, exit_code)
+        case inputs.RanksEnded(exit_code):
+            return _on_ranks_ended(model, exit_code)
         case inputs.SaveReadBack():
             return _on_verified(model, event)
         case inputs.SaveDeadline():
@@ -124,7 +124,7 @@ def _decide(model: Model, event: inputs.Input) -> Decision:
 
 def _launch(model: Model, *notes: act.Note) -> Decision:
     after = model.relaunched()
-    return Decision(after, (*notes, act.StartGeneration(after.generation, after.replaced)))
+    return Decision(after, (*notes, act.StartRanks(after.restart, after.replaced)))
 
 
 def _on_start_failed(model: Model, event: inputs.StartHindered) -> Decision:
@@ -193,7 +193,7 @@ def _on_leave_node(model: Model, event: inputs.LeaveNode) -> Decision:
 def _on_all_done(model: Model, name: str, detail: str) -> Decision:
     """Ends a start that needs no ranks. A cancel, or a requeue that Slurm accepted, that came in between is kept."""
     note = act.Note(ev.Done(name, detail))
-    model = msgspec.structs.replace(model, step_gone=True)  # no step began, so no `GenerationEnded` comes
+    model = msgspec.structs.replace(model, step_gone=True)  # no step began, so no `RanksEnded` comes
     after = _exit(model, ExitCode.OK, detail) if model.state is State.LAUNCHING else _maybe_exit(model)
     return Decision(after.model, (note, *after.actions))
 
@@ -423,9 +423,9 @@ def _on_failure(model: Model, detail: str, kind: FailureKind = "crash", node: st
 
 def _on_hung(model: Model, event: inputs.Hung) -> Decision:
     # This save has no `SaveDeadline`: a rank that hangs in it would hold the job to its time limit.
-    if event.generation == model.generation and model.saves_unbounded:
+    if event.restart == model.restart and model.saves_unbounded:
         return _give_up(model, event.detail)
-    if event.generation != model.generation or model.state not in _TRAINING:
+    if event.restart != model.restart or model.state not in _TRAINING:
         return Decision(model)  # any other save before the end has its own deadline
     if model.all_finished:  # their work is done and counts; their processes do not end
         warning = act.Note(ev.Warned("hang", event.detail))
@@ -443,7 +443,7 @@ def _on_explained(model: Model, detail: str, kind: FailureKind, node: str) -> De
     return Decision(after, () if model.failure else (act.TakeDown(),))
 
 
-def _on_generation_ended(model: Model, exit_code: int) -> Decision:
+def _on_ranks_ended(model: Model, exit_code: int) -> Decision:
     model = msgspec.structs.replace(model, step_gone=True)
     if model.refusal is not None and model.refusal.exit_code == ExitCode.FENCED:
         return _exit(model, ExitCode.FENCED, model.refusal.reason)

@@ -36,7 +36,7 @@ class Step:
     """The agents of one restart, and their processes.
 
     Args:
-        generation: the restart.
+        restart: the restart.
         nodes: of the ranks; at least so many, while it stands by.
         places: which nodes the agents are on; None: there is no choice.
 
@@ -53,8 +53,8 @@ class Step:
         settings: what the agents were started with.
     """
 
-    def __init__(self, generation: int, nodes: int, places: StepPlacement | None = None) -> None:
-        self.generation, self._nodes, self.places = generation, nodes, places or StepPlacement()
+    def __init__(self, restart: int, nodes: int, places: StepPlacement | None = None) -> None:
+        self.restart, self._nodes, self.places = restart, nodes, places or StepPlacement()
         self._wanted = len(self.places.chosen) or nodes
         self._open, self._settled = set[AgentLink](), False
         self._deserted = asyncio.Event()

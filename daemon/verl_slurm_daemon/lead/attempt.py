@@ -44,7 +44,7 @@ class Attempt:
     @property
     def number(self) -> int:
         """Returns the attempt's number; 0 owns nothing."""
-        return self.journal.epoch
+        return self.journal.attempt
 
     def spawn(self, work: Coroutine[Any, Any, None], aside: str = "") -> None:
         """Runs `work` beside the loop.

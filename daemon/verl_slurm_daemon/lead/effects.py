@@ -77,7 +77,7 @@ class Effects:
         match action:
             case act.Note(event):
                 attempt.journal.write(event)
-            case act.StartGeneration(number, avoid):
+            case act.StartRanks(number, avoid):
                 attempt.spawn(restarts.run(number, avoid))
             case act.AskCause(trigger):
                 attempt.spawn(self._ask_cause(trigger))

@@ -2,7 +2,7 @@
 
 One attempt, in order:
 
-1. `umask 077`, signals into the queue, the epoch taken (fencing), the journal opened. If storage does not
+1. `umask 077`, signals into the queue, the attempt taken (fencing), the journal opened. If storage does not
    allow it, the lead waits; after that the start has failed (`start.py`).
 2. The data set is compared with its fingerprint, and the image with its digest; starts without progress are counted.
 3. Restarts, until the policy says `Exit`.
@@ -27,7 +27,7 @@ import msgspec
 from verl_slurm.base.bounded import TooMuch
 from verl_slurm.base.errors import Fenced, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.base.fence import Epoch, read_epoch, take_epoch
+from verl_slurm.base.fence import RunOwner, read_owner, take_attempt
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
@@ -119,9 +119,9 @@ class Lead:
             # This error ends the job for good, and Slurm must not start it again.
             await self._allocation.withdraw()
             raise
-        epoch = 0 if mine is None else mine.epoch  # 0 owns nothing
+        attempt = 0 if mine is None else mine.attempt  # 0 owns nothing
         job_id = self._allocation.job_id
-        journal = Journal(self._paths, epoch=epoch, job_id=job_id, heard=self._journaled)
+        journal = Journal(self._paths, attempt=attempt, job_id=job_id, heard=self._journaled)
         self._journal = journal
         self._hooks = Hooks(self._paths, self._config, lambda text: journal.write(ev.Warned("hooks", text)))
         effects = Effects(Attempt(self._config, self._allocation, journal, self._events.put_nowait))
@@ -143,7 +143,7 @@ class Lead:
         await self._hooks.drain()
         return code
 
-    async def _take_run(self) -> Epoch | None:
+    async def _take_run(self) -> RunOwner | None:
         """Takes the run; returns None if storage or Slurm does not allow it, with the error in `self._failed`.
 
         Raises:
@@ -151,10 +151,10 @@ class Lead:
             CheckpointCorrupt: its owner cannot be determined.
         """
 
-        async def take() -> Epoch:
+        async def take() -> RunOwner:
             former = await self._refuse_if_owned()
             return await asyncio.to_thread(
-                take_epoch,
+                take_attempt,
                 self._paths,
                 after=former,  # two leads that both found it over: one of them gets it
                 job_id=self._allocation.job_id,
@@ -174,13 +174,13 @@ class Lead:
         """Returns whether a signal is in the queue: Slurm may want the nodes, so a start does not wait any longer."""
         return not self._events.empty()
 
-    async def _begins(self, mine: Epoch, journal: Journal, effects: Effects) -> None:
+    async def _begins(self, mine: RunOwner, journal: Journal, effects: Effects) -> None:
         """Records that this attempt owns the run from here on."""
         if self._metrics is not None:
             await self._metrics.read_back()
             self._metrics.refused = effects.restarts.refusals.counts
         status = self._status
-        status.attempt, status.cluster, status.host = mine.epoch, mine.cluster, mine.host
+        status.attempt, status.cluster, status.host = mine.attempt, mine.cluster, mine.host
         status.slurm = _slurm_cluster()
         # Before the first event is written: `_journaled` adds that one, and it must not count twice.
         self._take_over()
@@ -200,7 +200,7 @@ class Lead:
                 journal.write(overruled)
 
     async def _end(
-        self, mine: Epoch | None, journal: Journal, code: ExitCode, reason: str, *, clean: bool
+        self, mine: RunOwner | None, journal: Journal, code: ExitCode, reason: str, *, clean: bool
     ) -> None:
         """Settles what is to become of the job, and records the end.
 
@@ -214,8 +214,8 @@ class Lead:
         elif code is not ExitCode.REQUEUE_FAILED and (said := await self._allocation.withdraw()):
             journal.write(ev.Notice("Slurm", said))
         try:
-            ours = mine is None or await attempt_start.answered(lambda: read_epoch(self._paths)) == mine
-        except OSError:  # it cannot be told; the epoch is in the line
+            ours = mine is None or await attempt_start.answered(lambda: read_owner(self._paths)) == mine
+        except OSError:  # it cannot be told; the attempt is in the line
             ours = True
         if ours:
             self._status.state, self._status.services = State.ENDED, {}
@@ -274,13 +274,13 @@ class Lead:
         if self._journal is not None:
             self._journal.status(self._status)
 
-    async def _refuse_if_owned(self) -> Epoch | None:
+    async def _refuse_if_owned(self) -> RunOwner | None:
         """Returns the run's former owner, which is over.
 
         Raises:
             Fenced: it is not.
         """
-        owner = await asyncio.to_thread(read_epoch, self._paths)
+        owner = await asyncio.to_thread(read_owner, self._paths)
         alive = "" if owner is None else await self._allocation.still_alive(owner)
         if alive:
             raise Fenced(
@@ -386,13 +386,13 @@ class Lead:
             await asyncio.sleep(_FENCE_EVERY_S)
             try:
                 # In a thread: storage that hangs must not hold up signals and messages.
-                owner = await asyncio.to_thread(read_epoch, self._paths)
-            # No answer proves no newer owner; ranks check the epoch themselves before they commit.
+                owner = await asyncio.to_thread(read_owner, self._paths)
+            # No answer proves no newer owner; ranks check the attempt themselves before they commit.
             except (OSError, VerlSlurmError):
                 continue
-            if owner is not None and owner.epoch > self._status.attempt:
+            if owner is not None and owner.attempt > self._status.attempt:
                 self._events.put_nowait(
-                    inputs.RunLost(f"attempt {owner.epoch} of job {owner.job_id} on {owner.host}")
+                    inputs.RunLost(f"attempt {owner.attempt} of job {owner.job_id} on {owner.host}")
                 )
 
     async def _watch_the_clock(self) -> None:
@@ -425,8 +425,8 @@ class Lead:
         status, model = self._status, self._model
         if self._metrics is not None and isinstance(event, inputs.RankSaid):
             self._metrics.heard(event.message)
-        changed = status.state != model.state or status.restart != model.generation
-        status.state, status.restart, status.cause = model.state, model.generation, model.cause
+        changed = status.state != model.state or status.restart != model.restart
+        status.state, status.restart, status.cause = model.state, model.restart, model.cause
         match event:
             case inputs.RankSaid(Progress() as message) if message.rank == 0:
                 changed = changed or message.phase != status.phase

@@ -93,7 +93,7 @@ class LeadMetrics:
     def journaled(self, event: Event) -> None:
         """Takes note of an event that the lead is writing now."""
         if isinstance(event, Restart):
-            self.live.new_generation()
+            self.live.new_restart()
         # Ages follow the steady clock of this process: setting the wall clock must not make a save older.
         steady = datetime.fromtimestamp(self._clock(), UTC).isoformat()
         self.run.feed(msgspec.structs.replace(event, time=steady))
@@ -117,8 +117,8 @@ class LeadMetrics:
         rows: tuple[tuple[str, str, float | None], ...] = (
             ("verl_run_step", "Whole steps done.", status.step),
             ("verl_run_steps", "Steps that the run is to do.", status.steps),
-            ("verl_run_epoch", "Attempt: how often the job of the run was started.", status.attempt),
-            ("verl_run_generation", "Restart: how often this attempt started the ranks.", status.restart),
+            ("verl_run_attempt", "Attempt: how often the job of the run was started.", status.attempt),
+            ("verl_run_restart", "Restart: how often this attempt started the ranks.", status.restart),
             ("verl_ranks_expected", "Ranks of the run that speak.", self._config.speakers),
             ("verl_ranks_heard", "Ranks of this restart that have said something.", len(live.heard)),
             ("verl_safe_point_age_seconds", _SAFE_POINT_AGE, live.safe_point_age(now)),

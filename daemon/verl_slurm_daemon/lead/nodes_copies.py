@@ -12,7 +12,7 @@ from pathlib import Path
 
 from verl_slurm.base.bounded import SMALL, read_regular
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.base.fence import require_epoch
+from verl_slurm.base.fence import require_attempt
 from verl_slurm.base.keys import Keyring, load_keys
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
@@ -47,7 +47,7 @@ async def bring_home(attempt: Attempt, *, after: str, avoid: Collection[str] = (
     return bool(lines)
 
 
-def run_bring_home(root: Path, epoch: int, after: str) -> ExitCode:
+def run_bring_home(root: Path, attempt: int, after: str) -> ExitCode:
     """Sends this node's parts that are newer than `after` and that shared storage lacks.
 
     Raises:
@@ -57,25 +57,25 @@ def run_bring_home(root: Path, epoch: int, after: str) -> ExitCode:
     """
     paths = RunPaths(root)
     # A node that is late must not send parts into a run that belongs to a newer attempt.
-    require_epoch(paths, epoch)
+    require_attempt(paths, attempt)
     config = load_resolved(paths.run_yaml).checkpoint
     directory, keys = local_directory(config.local_dir, paths, this_node()), load_keys(config.encryption)
     oldest = checkpoint_order(after) or (-1, -1)
     for part in list_parts(directory, keys) if directory is not None else ():
         lacking = not (paths.checkpoints / part.name).exists()
         # Attempts before `parts_since` saved what the user has abandoned by naming another checkpoint.
-        if part.order > oldest and lacking and part.manifest.epoch >= parts_since(paths):
+        if part.order > oldest and lacking and part.manifest.attempt >= parts_since(paths):
             send_home(part, paths)
     return ExitCode.OK
 
 
-def collect(paths: RunPaths, epoch: int, keys: Keyring | None = None) -> Sequence[str]:
+def collect(paths: RunPaths, attempt: int, keys: Keyring | None = None) -> Sequence[str]:
     """Does the lead's part once every node has sent; returns the result, one line per checkpoint.
 
     Args:
         keys: checkpoints that came home must be signed with one of them.
     """
-    require_epoch(paths, epoch)
+    require_attempt(paths, attempt)
     lines = []
     for verdict, good, filled in assemble(paths, keys):
         if good:

@@ -105,7 +105,7 @@ class Restarts:
             links = 4 * config.distributed.nodes + self.services.num_hosts + 4
             host = await attempt.allocation.address()
             server, port = await serve(host, token, attempt.number, links, self._on_link, self.refusals.add)
-            address = LeadAddress(epoch=attempt.number, generation=0, host=host, port=port, token=token.hex())
+            address = LeadAddress(attempt=attempt.number, restart=0, host=host, port=port, token=token.hex())
             self._port = server, address
         # Again at each try: storage may not have taken it.
         await self._announce(0)
@@ -114,7 +114,7 @@ class Restarts:
         """Announces that agents may join. Those of srun need no announcement; those of a hostfile wait for it."""
         if self._port is not None:
             server, address = self._port
-            self._port = server, msgspec.structs.replace(address, generation=number)
+            self._port = server, msgspec.structs.replace(address, restart=number)
             await asyncio.to_thread(write_lead_address, self._attempt.paths, self._port[1])
 
     async def end_all(self) -> None:
@@ -154,7 +154,7 @@ class Restarts:
             point = inputs.StartHindered(f"the step was not started: {error}", exit_code=failed_code(error))
         except TooFewNodes as error:  # with --no-kill, Slurm leaves the end of such a job to us
             attempt.post(inputs.CauseKnown("failed", str(error), None))
-            point = inputs.GenerationEnded(1)
+            point = inputs.RanksEnded(1)
         except VerlSlurmError as error:
             point = inputs.Over(error.exit_code, str(error))
         if not isinstance(point, ResumePoint):
@@ -178,7 +178,7 @@ class Restarts:
         await step.last_words()
         # Last: `Finished` and `RankSaved` of these messages come before it, or a run that is done would count as a
         # crash.
-        attempt.post(inputs.GenerationEnded(code))
+        attempt.post(inputs.RanksEnded(code))
 
     async def _is_slurms_fault(self, began: float) -> bool:
         """Returns whether slurmctld was away, judged by srun, which ended or waits and has started no agent."""
@@ -190,7 +190,7 @@ class Restarts:
             or not (await self._attempt.allocation.outlook()).answered
         )
 
-    async def _begin(self, number: int) -> ResumePoint | inputs.GenerationEnded | inputs.AllDone:
+    async def _begin(self, number: int) -> ResumePoint | inputs.RanksEnded | inputs.AllDone:
         """Chooses the resume point and starts the step with the agents; otherwise returns why it was not started.
 
         Raises:
@@ -210,7 +210,7 @@ class Restarts:
         places = await attempt.allocation.places(self._lost)
         now = on_nodes(self._config, len(places.chosen) or self._config.distributed.nodes)
         if not await fit_ranks(now, point, self.step.leaving, attempt.journal):
-            return inputs.GenerationEnded(0)
+            return inputs.RanksEnded(0)
         ahead = self.standby.stands
         attempt.journal.write(ev.Restart(number, point.name or None, point.progress, ahead))
         # After the journal has the restart: a lead that is killed before this takes the named checkpoint again.
@@ -223,7 +223,7 @@ class Restarts:
         if leaving.is_set():  # a cancel came meanwhile, or a service cannot be started
             if standby is not None:
                 await standby.end()
-            return inputs.GenerationEnded(0)
+            return inputs.RanksEnded(0)
         await self._announce(number)
         if standby is not None:
             self.step = standby
@@ -275,7 +275,7 @@ class Restarts:
 
     async def _launch_when_ready(self, step: Step, point: ResumePoint) -> None:
         attempt = self._attempt
-        generation, began = step.generation, time.monotonic()
+        restart, began = step.restart, time.monotonic()
         while not step.all_ready.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(AGENTS_READY_S):
@@ -285,7 +285,7 @@ class Restarts:
             if step.all_ready.is_set():
                 break
             if step.ready or not await self._is_slurms_fault(began):
-                attempt.post(inputs.StartTimedOut(generation))
+                attempt.post(inputs.StartTimedOut(restart))
                 return
             if (await attempt.allocation.outlook()).answered:
                 detail = f"no agent came in {time.monotonic() - began:.0f} s: Slurm was away"
@@ -304,8 +304,8 @@ class Restarts:
         for node_rank, ready in enumerate(nodes):
             step.links[ready.node].send(
                 msg.Launch(
-                    generation=generation,
-                    epoch=attempt.number,
+                    restart=restart,
+                    attempt=attempt.number,
                     node_rank=node_rank,
                     nodes=len(nodes),
                     master_addr=nodes[0].address,
@@ -318,7 +318,7 @@ class Restarts:
         await asyncio.sleep(self._config.daemon.start_timeout_s)  # a due time, not a poll: see StartTimedOut
         if step is self.step:
             # A user's loop does not say when each of its ranks speaks.
-            attempt.post(inputs.StartTimedOut(generation, all_ranks=not self._config.trainer.is_guest))
+            attempt.post(inputs.StartTimedOut(restart, all_ranks=not self._config.trainer.is_guest))
 
     async def _on_link(self, link: AgentLink) -> None:
         attempt = self._attempt
@@ -352,7 +352,7 @@ class Restarts:
         match message:
             case msg.StandsBy():
                 step.listeners.discard(agent.task)
-                agent.step = self.standby.joined_by(message.generation)
+                agent.step = self.standby.joined_by(message.restart)
                 agent.step.listeners.add(agent.task)
             case msg.AgentReady():
                 agent.node = message.node

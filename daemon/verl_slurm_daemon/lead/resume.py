@@ -20,7 +20,7 @@ import msgspec
 
 from verl_slurm.base import bounded
 from verl_slurm.base.errors import CheckpointsAbsent, CheckpointsLost, TierError
-from verl_slurm.base.fence import require_epoch
+from verl_slurm.base.fence import require_attempt
 from verl_slurm.base.files import fsync_path, private_dir, rename, write_file
 from verl_slurm.base.keys import Keyring
 from verl_slurm.base.paths import RunPaths
@@ -150,7 +150,7 @@ class ResumePoint(msgspec.Struct, frozen=True):
 def find_resume_point(
     paths: RunPaths,
     resume_from: str | None,
-    epoch: int,
+    attempt: int,
     keys: Keyring | None = None,
     verifier: Verifier = read_all,
     has_tiers: bool = False,
@@ -175,7 +175,9 @@ def find_resume_point(
     def checked(path: Path) -> Verdict:
         return verifier(path, keys)
 
-    require_epoch(paths, epoch)  # an earlier attempt that still runs must not clean up under the present one
+    require_attempt(
+        paths, attempt
+    )  # an earlier attempt that still runs must not clean up under the present one
     if not paths.resume_once.exists():
         resume_from = "auto"
     # Staging directories here belong to attempts that are closed: what they began can no longer be committed.
@@ -205,7 +207,7 @@ def find_resume_point(
     if resume_from != "auto":
         # Set aside, or the next requeue, which takes the newest again, would return to them.
         reasons += _abandon_newer(paths, choice)
-        write_file(paths.parts_since, str(epoch).encode())
+        write_file(paths.parts_since, str(attempt).encode())
     name = choice.name or ""
     # Sizes are enough: the ledger grows with each rollout, and two starts with equal sizes brought nothing new.
     segments = paths.ledger.glob("*.ledger") if paths.ledger.is_dir() else ()
@@ -243,7 +245,7 @@ async def wait_for_checkpoints(
         point = await asyncio.to_thread(find)
         try:
             if not point.name:
-                await asyncio.to_thread(require_never_saved, journal.paths, config, journal.epoch)
+                await asyncio.to_thread(require_never_saved, journal.paths, config, journal.attempt)
             # A user who named the checkpoint knows what the run goes back to.
             if not journal.paths.resume_once.exists():
                 await asyncio.to_thread(_warn_of_losses, journal, config, point.name)
@@ -337,7 +339,7 @@ class ReadBack(msgspec.Struct, frozen=True):
 
 
 def read_back(
-    paths: RunPaths, name: str, epoch: int, keys: Keyring | None = None, verifier: Verifier = read_all
+    paths: RunPaths, name: str, attempt: int, keys: Keyring | None = None, verifier: Verifier = read_all
 ) -> ReadBack:
     """Reads a committed checkpoint again, every byte. It is set aside if it is damaged beyond doubt."""
     verdict = verifier(paths.checkpoints / name, keys)
@@ -349,7 +351,7 @@ def read_back(
         )
     # A disk that did not answer proves no damage, and may answer at the next start.
     if verdict.damaged:
-        require_epoch(paths, epoch)
+        require_attempt(paths, attempt)
         move_to_quarantine(paths.checkpoints / name, [str(problem) for problem in verdict.problems])
     return ReadBack(False, verdict.one_line(), unreadable=verdict.unreadable)
 
@@ -385,7 +387,7 @@ async def fit_ranks(config: RunConfig, point: ResumePoint, leaving: asyncio.Even
             raise _Leaving
 
     began = time.monotonic()
-    run, ranks = (config, contained_argv, journal.paths, journal.epoch), config.distributed.world_size
+    run, ranks = (config, contained_argv, journal.paths, journal.attempt), config.distributed.world_size
     before = ranks if point.manifest is None else point.manifest.world_size
     if before != ranks:
         # Before it, too: with large models it takes minutes.

@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from verl_slurm.base.errors import VerlSlurmError
-from verl_slurm.base.fence import require_epoch
+from verl_slurm.base.fence import require_attempt
 from verl_slurm.base.keys import Keyring
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.info import CheckpointInfo
@@ -28,7 +28,7 @@ _FROZEN = "frozen/"
 
 
 def scrub_next(
-    paths: RunPaths, config: CheckpointConfig, epoch: int, now: float, keys: Keyring | None = None
+    paths: RunPaths, config: CheckpointConfig, attempt: int, now: float, keys: Keyring | None = None
 ) -> tuple[float, Scrubbed | None]:
     """Reads the next checkpoint back if one is due. Blocks; slow on purpose.
 
@@ -45,7 +45,7 @@ def scrub_next(
     if due.name is None or due.in_s > 0:
         return min(due.in_s, every_s), None
     # It sets damaged ones aside, which an attempt that lost the run must not do.
-    require_epoch(paths, epoch)
+    require_attempt(paths, attempt)
     bytes_per_s = config.scrub_mb_per_s * 1e6
     if due.name.startswith(_FROZEN):
         digest = due.name.removeprefix(_FROZEN)

@@ -47,13 +47,13 @@ class Standby:
         """Returns whether this is the step that stands by."""
         return step is self._step
 
-    def joined_by(self, generation: int) -> Step:
+    def joined_by(self, restart: int) -> Step:
         """Returns the step of an agent that stands by for a restart. A step that was dropped is being ended, and so is
         its agent.
         """
-        if self._step is not None and self._step.generation == generation:
+        if self._step is not None and self._step.restart == restart:
             return self._step
-        former = Step(generation, self._config.distributed.nodes)
+        former = Step(restart, self._config.distributed.nodes)
         former.leaving.set()
         return former
 
@@ -70,12 +70,12 @@ class Standby:
         await asyncio.sleep(after_s)  # the due time itself
         if not training.stands:
             return
-        number, nodes = training.generation + 1, allowed_nodes(self._config)[-1]
+        number, nodes = training.restart + 1, allowed_nodes(self._config)[-1]
         try:
             step = Step(number, nodes, await self._allocation.places(avoid, with_spares=True))
             step.settings = await asyncio.to_thread(self._settings)
             self._step = step
-            given = self._attempt.paths, self._attempt.number, "--stand-by", str(step.generation)
+            given = self._attempt.paths, self._attempt.number, "--stand-by", str(step.restart)
             argv = daemon_argv(sys.executable, "agent", *given)
             step.processes = await self._allocation.start_step(argv, names=step.places.chosen)
             async with asyncio.timeout(AGENTS_READY_S):
@@ -85,7 +85,7 @@ class Standby:
         except (OSError, TimeoutError, TooFewNodes, VerlSlurmError) as error:
             await self.drop(f"the agents for the next restart do not come: {error}")
 
-    async def take(self, generation: int, nodes: int, avoid: Collection[str] = ()) -> Step | None:
+    async def take(self, restart: int, nodes: int, avoid: Collection[str] = ()) -> Step | None:
         """Returns the step that stands by for this restart, which is the caller's then. Any other is ended.
 
         Args:
@@ -97,7 +97,7 @@ class Standby:
         # They have read it when they were started.
         settings = await asyncio.to_thread(self._settings)
         step = self._step
-        if step is not None and step.stands and step.generation == generation:
+        if step is not None and step.stands and step.restart == restart:
             if step.settings == settings:
                 if step.take_up(avoid, nodes):
                     self._step = None

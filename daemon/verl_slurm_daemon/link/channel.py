@@ -87,7 +87,7 @@ class AgentLink(_Link[ToAgent, FromAgent]):
 async def serve(
     host: str,
     token: bytes,
-    epoch: int,
+    attempt: int,
     max_links: int,
     on_link: Callable[[AgentLink], Awaitable[None]],
     refused: Callable[[str, str], None] = lambda *_: None,
@@ -98,13 +98,13 @@ async def serve(
         # The direction (`L`) is part of each MAC: no frame can be sent back to its sender.
         await on_link(AgentLink(reader, writer, Framer(key, b"L", FromAgent)))
 
-    return await serve_proven(host, token, epoch, max_links, on_peer, refused)
+    return await serve_proven(host, token, attempt, max_links, on_peer, refused)
 
 
 async def serve_proven(
     host: str,
     token: bytes,
-    epoch: int,
+    attempt: int,
     max_links: int,
     on_peer: Callable[[asyncio.StreamReader, asyncio.StreamWriter, bytes], Awaitable[None]],
     refused: Callable[[str, str], None] = lambda *_: None,
@@ -129,7 +129,7 @@ async def serve_proven(
         try:
             async with asyncio.timeout(_HANDSHAKE_S):
                 # ---- a stranger, in the row of strangers, until it has proved that it knows the token
-                key = await _greet_agent(reader, writer, token, epoch)
+                key = await _greet_agent(reader, writer, token, attempt)
         except (WireError, TimeoutError, OSError, asyncio.IncompleteReadError) as error:
             limits.turn_away(transport, error)
             return
@@ -157,17 +157,17 @@ async def serve_proven(
 
 
 async def _greet_agent(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes, epoch: int
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes, attempt: int
 ) -> bytes:
     # Each side brings a nonce, so that no proof of an earlier session counts, and each session has a key of its own.
     nonce_lead = secrets.token_bytes(NONCE_BYTES)
     writer.write(HELLO + nonce_lead)
     answer = await reader.readexactly(NONCE_BYTES + PROOF_BYTES)
     nonce_agent, theirs = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
-    if not hmac.compare_digest(theirs, proof(token, b"agent", epoch, nonce_lead, nonce_agent)):
+    if not hmac.compare_digest(theirs, proof(token, b"agent", attempt, nonce_lead, nonce_agent)):
         raise WireError("a peer does not know the token")
-    writer.write(proof(token, b"lead", epoch, nonce_agent, nonce_lead))
-    return session_key(token, epoch, nonce_lead, nonce_agent)
+    writer.write(proof(token, b"lead", attempt, nonce_agent, nonce_lead))
+    return session_key(token, attempt, nonce_lead, nonce_agent)
 
 
 class LeadLink(_Link[FromAgent, ToAgent]):
@@ -197,29 +197,29 @@ class LeadLink(_Link[FromAgent, ToAgent]):
             return
 
 
-async def connect(host: str, port: int, token: bytes, epoch: int) -> LeadLink:
+async def connect(host: str, port: int, token: bytes, attempt: int) -> LeadLink:
     """Connects to the lead; both sides prove that they know the token.
 
     Raises:
-        WireError: the lead has another token or epoch.
+        WireError: the lead has another token or attempt.
     """
-    reader, writer, key = await connect_proven(host, port, token, epoch)
+    reader, writer, key = await connect_proven(host, port, token, attempt)
     return LeadLink(reader, writer, Framer(key, b"A", ToAgent))
 
 
 async def connect_proven(
-    host: str, port: int, token: bytes, epoch: int
+    host: str, port: int, token: bytes, attempt: int
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, bytes]:
     """Connects to a port of `serve_proven`; returns the connection and the session's key.
 
     Raises:
-        WireError: the peer has another token or epoch.
+        WireError: the peer has another token or attempt.
     """
     async with asyncio.timeout(_HANDSHAKE_S):
         reader, writer = await asyncio.open_connection(host, port)
         _notice_silence(writer)
         try:
-            key = await _greet_lead(reader, writer, token, epoch, f"{host}:{port}")
+            key = await _greet_lead(reader, writer, token, attempt, f"{host}:{port}")
         # A time-out or a cancel, too: an open connection would take a place in the lead's row of strangers.
         except BaseException:
             await _close(writer)
@@ -228,17 +228,17 @@ async def connect_proven(
 
 
 async def _greet_lead(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes, epoch: int, where: str
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes, attempt: int, where: str
 ) -> bytes:
     hello = await reader.readexactly(len(HELLO) + NONCE_BYTES)
     if not hello.startswith(HELLO):
         raise WireError("the peer is not a lead", where=where, expected=HELLO.decode())
     nonce_lead, nonce_agent = hello[len(HELLO) :], secrets.token_bytes(NONCE_BYTES)
-    writer.write(nonce_agent + proof(token, b"agent", epoch, nonce_lead, nonce_agent))
+    writer.write(nonce_agent + proof(token, b"agent", attempt, nonce_lead, nonce_agent))
     theirs = await reader.readexactly(PROOF_BYTES)
-    if not hmac.compare_digest(theirs, proof(token, b"lead", epoch, nonce_agent, nonce_lead)):
+    if not hmac.compare_digest(theirs, proof(token, b"lead", attempt, nonce_agent, nonce_lead)):
         raise WireError("the lead does not know the token", where=where)
-    return session_key(token, epoch, nonce_lead, nonce_agent)
+    return session_key(token, attempt, nonce_lead, nonce_agent)
 
 
 async def _close(writer: asyncio.StreamWriter) -> None:
@@ -264,7 +264,7 @@ CONNECT_PAUSES_S = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0)
 
 
 async def reach_lead(
-    address: LeadAddress, epoch: int, warned: asyncio.Event, pauses: Sequence[float] = CONNECT_PAUSES_S
+    address: LeadAddress, attempt: int, warned: asyncio.Event, pauses: Sequence[float] = CONNECT_PAUSES_S
 ) -> LeadLink:
     """Tries until the lead has a free place: unknown peers may hold all of them for some seconds. Where `warned` is
     set, the job is about to end, and this try is the last.
@@ -273,7 +273,7 @@ async def reach_lead(
     """
     for pause in (*pauses, None):
         try:
-            return await connect(address.host, address.port, bytes.fromhex(address.token), epoch)
+            return await connect(address.host, address.port, bytes.fromhex(address.token), attempt)
         except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
             if pause is None or warned.is_set():
                 raise WireError(

@@ -30,7 +30,7 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 async def open_near_end(
-    far: str, key: bytes, epoch: int, tell: Callable[[str], None], refused: Callable[[str, str], None]
+    far: str, key: bytes, attempt: int, tell: Callable[[str], None], refused: Callable[[str, str], None]
 ) -> tuple[asyncio.Server, str]:
     """Listens on 127.0.0.1 for the ranks of this node; returns the server and its address, `host:port`.
 
@@ -55,7 +55,7 @@ async def open_near_end(
             if places.locked() and full:
                 tell(full.pop())
             async with places:
-                there = await connect_proven(host.strip("[]"), int(port), key, epoch)
+                there = await connect_proven(host.strip("[]"), int(port), key, attempt)
                 await _carry((reader, writer), there[:2])
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.CancelledError):
             _reset(writer)
@@ -94,7 +94,7 @@ class _Peers:
 
 
 async def open_far_end(
-    host: str, key: bytes, epoch: int, nodes: int, reach: Callable[[], Awaitable[Streams]]
+    host: str, key: bytes, attempt: int, nodes: int, reach: Callable[[], Awaitable[Streams]]
 ) -> tuple[asyncio.Server, int]:
     """Listens for the near ends of so many nodes; returns the server and its port.
 
@@ -108,7 +108,7 @@ async def open_far_end(
         except (OSError, VerlSlurmError, asyncio.CancelledError):
             _reset(writer)
 
-    return await serve_proven(host, key, epoch, nodes * MOST_CONNECTIONS, on_peer)
+    return await serve_proven(host, key, attempt, nodes * MOST_CONNECTIONS, on_peer)
 
 
 async def _carry(one: Streams, other: Streams) -> None:

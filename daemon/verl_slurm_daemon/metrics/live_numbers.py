@@ -43,7 +43,7 @@ class LiveNumbers:
         """Rollouts that were sampled (not replayed) since this process began."""
         self._rollouts: dict[int, int] = {}
 
-    def new_generation(self) -> None:
+    def new_restart(self) -> None:
         """Forgets the numbers of the former ranks: a restart has other ones."""
         self.heard, self.gpu_percent, self._rollouts = {}, {}, {}
 

@@ -25,7 +25,7 @@ import transformers.models.qwen2.modeling_qwen2  # noqa: F401 - before the ranks
 from tests.builders import run_config, train_config
 from tests.fakes.daemon import AtSafePoint
 from tests.processes import free_port
-from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.fence import take_attempt
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.recover import choose_resume
@@ -94,8 +94,8 @@ def prepare(paths: RunPaths, config: RunConfig, ask: str | None) -> tuple[int, s
     if paths.run_yaml.exists():
         config = keep_step(load.load_resolved(paths.run_yaml), config)
     write_file(paths.run_yaml, load.dump(config))
-    epoch = take_epoch(paths, job_id="test", restart=0).epoch
-    return epoch, choose_resume(paths, "auto").name or ""
+    attempt = take_attempt(paths, job_id="test", restart=0).attempt
+    return attempt, choose_resume(paths, "auto").name or ""
 
 
 def require_loaded(loop: Loop, checkpoint: Path) -> None:
@@ -119,11 +119,13 @@ def line_of(stop: int | None, kill: int | None) -> AtSafePoint:
 def run_rank(config: RunConfig, stop: int | None, kill: int | None, ask: str | None) -> None:
     with process_group(config, Place.from_environ(os.environ)) as (device, ranks):
         paths = RunPaths(config.run_dir)
-        epoch, resume = ranks.on_first("preparing", lambda: prepare(paths, config, ask), tuple[int, str])
+        attempt, resume = ranks.on_first("preparing", lambda: prepare(paths, config, ask), tuple[int, str])
         # Every rank has a daemon or none has: without one, rank 0 verifies the checkpoint while the others wait for it.
         line = line_of(stop, kill) if ranks.rank == ranks.world_size - 1 else AtSafePoint()
         config = load.load_resolved(paths.run_yaml)
-        loop = build_loop(config, paths, epoch=epoch, resume=resume, device=device, ranks=ranks, line=line)
+        loop = build_loop(
+            config, paths, attempt=attempt, resume=resume, device=device, ranks=ranks, line=line
+        )
         if resume:
             ranks.together("comparing", lambda: require_loaded(loop, paths.checkpoints / resume))
         loop.run()

@@ -1,7 +1,7 @@
 """The manifest's HMAC: a process that can write the directory but lacks the key cannot forge a checkpoint.
 
 `hmac` is HMAC-SHA256 (hex) over the bytes that `digest` is the SHA-256 of, under HKDF(key, "verl-slurm manifest v1").
-These bytes name the checkpoint, step, epoch, schema, data set and each file with size and digest.
+These bytes name the checkpoint, step, attempt, schema, data set and each file with size and digest.
 
 The check fails closed: with a key configured, a manifest without an HMAC is refused, since a forger would simply leave
 it out. To resume from a checkpoint made before the key, name its digest in

@@ -74,7 +74,7 @@ none of them `.` or `..`; not `manifest.json`; no two that differ only in case.
 1. rank 0 makes the staging directory (`commit.begin`); every rank writes its files into it
 2. every rank fsyncs, sizes and hashes its own files, and fsyncs their directories (`commit.seal`)
 3. rank 0 checks that the tree is exactly what was sealed, writes manifest.json last, fsyncs it and its folder
-4. rank 0 asks whether its epoch still owns the run, renames to the final name, fsyncs the parent
+4. rank 0 asks whether its attempt still owns the run, renames to the final name, fsyncs the parent
 5. the `latest` hint is replaced
 
 A directory without a manifest that verifies does not exist for resume. Before step 4 a crash leaves a staging
@@ -185,7 +185,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     safe_point: _Count
     """Safe points passed since the end of the last whole step."""
     phase: Literal["generate", "score", "advantage", "update", "evaluate", "step_end"]
-    epoch: _Count
+    attempt: _Count
     """The attempt that wrote it."""
     parent: _Text | None
     """Name of the checkpoint that its attempt resumed from."""

@@ -61,7 +61,7 @@ def describe(directory: Path, keys: Keyring | None = None) -> dict[str, Any]:
         "index": metadata.get("index"),
         "created_utc": manifest.created_utc,
         "save_seconds": manifest.save_seconds,
-        "attempt": manifest.epoch,
+        "attempt": manifest.attempt,
         "parent": manifest.parent,
         # By dotted keys, without the schema: a configuration of another version is shown as far as it has them.
         "run": config.get("name"),

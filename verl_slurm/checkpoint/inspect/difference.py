@@ -2,7 +2,7 @@
 
 It covers position, state layout, configuration, topology, data, frozen models, and names, types and shapes of the
 tensors, or of a guest's files. Each file is checked against its digest first. `compare.py` covers the content of
-tensors, runtime states and a guest's files. Times, epochs and parents are left out: they differ in any two saves.
+tensors, runtime states and a guest's files. Times, attempts and parents are left out: they differ in any two saves.
 """
 
 from collections.abc import Mapping

@@ -271,7 +271,7 @@ def _broken(returncode: int, words: IO[bytes]) -> VerlSlurmError:
 def _record(staging: Path, manifest: Manifest, wish: Wish) -> None:
     origin = {
         name: getattr(manifest, name)
-        for name in ("name", "step", "safe_point", "phase", "epoch", "created_utc", "digest", "schema_id")
+        for name in ("name", "step", "safe_point", "phase", "attempt", "created_utc", "digest", "schema_id")
     }
     how = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(wish).items()}
     # They tell about this command, and not about the files.

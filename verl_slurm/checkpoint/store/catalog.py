@@ -112,7 +112,7 @@ def _classify(path: Path, partial: bool) -> CheckpointInfo | None:
         step=step,
         safe_point=safe_point,
         # The manifest keeps the field's former name.
-        attempt=manifest.epoch,
+        attempt=manifest.attempt,
         phase=manifest.phase,
         world_size=manifest.world_size,
         parent=manifest.parent,

@@ -135,14 +135,14 @@ def commit(
     staging: StagingDirectory,
     manifest: Manifest,
     *,
-    epoch_check: Callable[[], None],
+    attempt_check: Callable[[], None],
     keys: Keyring | None = None,
 ) -> Path:
     """Makes a sealed staging directory a checkpoint. Durable when it returns. Runs on rank 0.
 
     Args:
         manifest: with all ranks' entries in `files`; its digest is filled in here.
-        epoch_check: raises `Fenced` when this attempt no longer owns the run. Called directly before the rename.
+        attempt_check: raises `Fenced` when this attempt no longer owns the run. Called directly before the rename.
         keys: if given, the manifest is signed with the current one, which its files are encrypted with.
 
     Returns:
@@ -150,7 +150,7 @@ def commit(
 
     Raises:
         CheckpointCorrupt: the tree is not exactly what was sealed.
-        Fenced: by `epoch_check`.
+        Fenced: by `attempt_check`.
         OSError: the storage refused. On any error the staging directory is left for `abort`.
     """
     # The digest is computed first, and the signature covers it: neither may change any more from here on.
@@ -162,7 +162,7 @@ def commit(
     # Before the manifest is written: a file beside the sealed ones would be committed without any fsync.
     _check_sealed(staging, manifest)
     # Asked here too, and not just before the rename: a fenced attempt then ends before it touches the name below.
-    epoch_check()
+    attempt_check()
     write_file(staging.directory / MANIFEST, data)
     replaced: Path | None = None
     # The name is judged by reading every byte, since whoever wrote it may have died at any point of its commit.
@@ -170,7 +170,7 @@ def commit(
         verdict = verify(staging.final, keys=keys)
         other = verdict.manifest if verdict.ok else None
         if other is not None and (why := _difference(other, manifest)):
-            epoch_check()
+            attempt_check()
             # Two renames cannot be one. The record in quarantine names our staging directory, so that `sweep` can tell
             # a replacement that died half way from one that is done.
             replaced = move_to_quarantine(staging.final, [why], until_gone=staging.directory.name)
@@ -190,12 +190,12 @@ def commit(
                 remedy="the save is given up; look at its owner and its storage",
             )
         else:
-            epoch_check()
+            attempt_check()
             move_to_quarantine(staging.final, [str(p) for p in verdict.problems])
     try:
         # The owner is asked once more right before the rename: reading a taken name back may have lasted minutes, long
         # enough for another attempt to start.
-        epoch_check()
+        attempt_check()
         _rename(staging, manifest)
     except BaseException:
         if replaced is not None:

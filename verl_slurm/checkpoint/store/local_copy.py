@@ -139,7 +139,7 @@ def list_parts(directory: Path, keys: Keyring | None = None) -> list[LocalPart]:
         if manifest.name == (staged[1] if staged else name):
             parts.append(LocalPart(name=manifest.name, path=directory / name, manifest=manifest))
     # The attempt first: a run that was thrown back saves lower steps that are newer all the same.
-    return sorted(parts, key=lambda part: (part.manifest.epoch, part.order), reverse=True)
+    return sorted(parts, key=lambda part: (part.manifest.attempt, part.order), reverse=True)
 
 
 def _require_ours(directory: Path) -> None:

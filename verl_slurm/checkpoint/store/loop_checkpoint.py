@@ -18,7 +18,7 @@ import msgspec
 
 from verl_slurm.base.bounded import CONFIG, read_regular
 from verl_slurm.base.errors import CheckpointCorrupt, ConfigError
-from verl_slurm.base.fence import require_epoch
+from verl_slurm.base.fence import require_attempt
 from verl_slurm.base.files import private_dir, rename, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.tree import list_tree, names_in, open_directory
@@ -44,7 +44,7 @@ class LoopSave:
 
     Attributes:
         step: whole steps done.
-        epoch: the attempt that wrote it; it must still own the run.
+        attempt: the attempt that wrote it; it must still own the run.
         parent: name of the checkpoint that this attempt resumed from; None: it began from nothing.
         world_size: ranks that wrote it, and that its files are for.
         metrics: of the step that it ends; numbers that are not finite are left out.
@@ -54,7 +54,7 @@ class LoopSave:
 
     guest: Guest
     step: int
-    epoch: int
+    attempt: int
     world_size: int
     parent: str | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -69,7 +69,7 @@ def commit_tree(
     *,
     texts: Mapping[str, bytes] | None = None,
     sealed: Sequence[FileEntry] = (),
-    epoch_check: Callable[[], None] | None = None,
+    attempt_check: Callable[[], None] | None = None,
 ) -> SavedCheckpoint:
     """Make `parts` a verified checkpoint of the run, `save.step` whole steps on. Durable when it returns.
 
@@ -77,11 +77,11 @@ def commit_tree(
 
     Args:
         parts: name in the checkpoint → the directory or file to move there; on the run's file system, usually below
-            `paths.work(save.epoch)`. One of them is `format.guest_directory`.
+            `paths.work(save.attempt)`. One of them is `format.guest_directory`.
         texts: further small files, by their name in the checkpoint (verl's `latest_checkpointed_iteration.txt`).
         sealed: entries of files that the rank that wrote each has already made durable and hashed
             (`checkpoint.store.commit.seal`); all others are sealed here.
-        epoch_check: default: `fence.require_epoch`.
+        attempt_check: default: `fence.require_attempt`.
 
     Returns:
         `seconds` since `save.began`. If a checkpoint of this step is there already, verified and of as many ranks, it
@@ -93,7 +93,7 @@ def commit_tree(
         OSError: the storage refused. On any error nothing is left of the save, except parts that were not moved.
     """
     began = time.monotonic() if save.began is None else save.began
-    check = epoch_check or (lambda: require_epoch(paths, save.epoch))
+    check = attempt_check or (lambda: require_attempt(paths, save.attempt))
     # Before anything is moved: the parts of a fenced attempt stay where its loop wrote them.
     check()
     # Safe point 0: these loops save at the end of a step.
@@ -111,7 +111,7 @@ def commit_tree(
         entries = door.seal(staging.directory, [name for name in files if name not in known])
         manifest = _manifest(paths, save, staging.final.name, (*entries, *known.values()), began)
         # Unsigned: a loop's files are not encrypted by us.
-        final = door.commit(staging, manifest, epoch_check=check)
+        final = door.commit(staging, manifest, attempt_check=check)
     except BaseException:
         # Parts that were moved go too: half a save is of no use, and its loop writes whole ones.
         shutil.rmtree(staging.directory, ignore_errors=True)
@@ -170,11 +170,11 @@ def for_ranks(paths: RunPaths, name: str, world_size: int) -> Path:
     return divided if other else saved
 
 
-def clear_work(paths: RunPaths, epoch: int) -> Path:
-    """Empties the work directory of an attempt, 0700, of what a dead generation left. Runs in one rank, before the
-    first save of a generation.
+def clear_work(paths: RunPaths, attempt: int) -> Path:
+    """Empties the work directory of an attempt, 0700, of what a dead restart left. Runs in one rank, before the
+    first save of a restart.
     """
-    work = paths.work(epoch)
+    work = paths.work(attempt)
     # Before anything is removed.
     names_in(paths.run, work.parent)  # refuses a link: its target is not ours to remove
     # A restart within the attempt has the same number, and its loop must not find half a save of the one before.
@@ -185,7 +185,7 @@ def clear_work(paths: RunPaths, epoch: int) -> Path:
 
 def sweep_work(paths: RunPaths) -> list[Path]:
     """Removes uncommitted work of guests of dead attempts; returns it. What cannot be removed is no error. Runs at a
-    start, when the epoch is ours and no rank runs yet.
+    start, when the attempt is ours and no rank runs yet.
 
     A former attempt that still writes there finds its directory gone, and could not have committed anyway.
 
@@ -272,7 +272,7 @@ def _manifest(
         step=save.step,
         safe_point=0,
         phase="step_end",
-        epoch=save.epoch,
+        attempt=save.attempt,
         parent=save.parent,
         schema_id=current_schema().schema_id,
         dataset_fingerprint=data.digest if data is not None else "",

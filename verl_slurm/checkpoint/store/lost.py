@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from verl_slurm.base.bounded import RECORD, SMALL, TooMuch, decode_json, read_regular
 from verl_slurm.base.errors import UNREADABLE, CheckpointsAbsent, CheckpointsLost, TierError, VerlSlurmError
-from verl_slurm.base.fence import read_epoch
+from verl_slurm.base.fence import read_owner
 from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.base.run_id import run_id
@@ -32,18 +32,18 @@ from verl_slurm.journal.steps import every_row
 from verl_slurm.runtime_state.segment import HEAD_BYTES, Frame, Gap
 from verl_slurm.runtime_state.segment_files import segments, walk
 
-_RANK_LOG = re.compile(r"epoch_(\d{6,})\.gen_", re.ASCII)
+_RANK_LOG = re.compile(r"attempt_(\d{6,})\.gen_", re.ASCII)
 _NAME = re.compile(rb"step_\d{6}")
 _NO_PAYLOAD = 1 << 62
 """As `check_from_step`: the frames' headers are read, and no rollout."""
 _MOST_NAMED = 5
 
 
-def require_never_saved(paths: RunPaths, config: RunConfig, epoch: int) -> None:
+def require_never_saved(paths: RunPaths, config: RunConfig, attempt: int) -> None:
     """Refuses to begin a run from step 0 that had a checkpoint. A lead asks when it found none that can be used.
 
     Args:
-        epoch: the lead's own.
+        attempt: the lead's own.
 
     Raises:
         CheckpointsAbsent: RUN's own files answer, and the directory of checkpoints is absent or empty, as one that is
@@ -51,7 +51,7 @@ def require_never_saved(paths: RunPaths, config: RunConfig, epoch: int) -> None:
         CheckpointsLost: it had one, or nothing can tell.
         OSError: the storage does not answer.
     """
-    trace = former_checkpoint(paths, config, epoch=epoch)
+    trace = former_checkpoint(paths, config, attempt=attempt)
     wanted = config.checkpoint.resume_from
     if not trace and wanted not in (None, "auto") and not paths.from_nothing.exists():
         trace = f"checkpoint.resume_from names {wanted}, and no attempt has begun from it"
@@ -267,7 +267,7 @@ def _guest_lost(paths: RunPaths, last: ev.Restart, present: str, *, began: bool,
 def _of_attempt(paths: RunPaths, attempt: int | None) -> set[int]:
     """Returns the numbers of the processes whose segments of this attempt are there, with a head."""
     found = segments(paths)
-    return {rank for epoch, rank, path in found if epoch == attempt and path.stat().st_size >= HEAD_BYTES}
+    return {rank for number, rank, path in found if number == attempt and path.stat().st_size >= HEAD_BYTES}
 
 
 def found_elsewhere(config: RunConfig) -> str:
@@ -276,13 +276,13 @@ def found_elsewhere(config: RunConfig) -> str:
 
 
 def former_checkpoint(
-    paths: RunPaths, config: RunConfig, *, epoch: int | None = None, by_hand: bool = False
+    paths: RunPaths, config: RunConfig, *, attempt: int | None = None, by_hand: bool = False
 ) -> str:
     """Returns what tells that the run had a checkpoint, or that nothing can tell; empty: it never had one, or the user
     had it begin again and it has saved nothing since.
 
     Args:
-        epoch: of the lead that asks; None: no lead is at work.
+        attempt: of the lead that asks; None: no lead is at work.
         by_hand: a loop without a daemon, which keeps no journal.
 
     Raises:
@@ -296,7 +296,7 @@ def former_checkpoint(
     for trace in (*traces, _by_progress(paths, config, events)):
         if trace:
             return trace
-    return "" if by_hand else _gap(paths, events, epoch)
+    return "" if by_hand else _gap(paths, events, attempt)
 
 
 def _named_by_events(events: Iterable[ev.Event]) -> str:
@@ -417,7 +417,7 @@ def _first_step(frames: Iterable[Frame]) -> int:
     return first or 0
 
 
-def _gap(paths: RunPaths, events: Iterable[ev.Event], epoch: int | None) -> str:
+def _gap(paths: RunPaths, events: Iterable[ev.Event], attempt: int | None) -> str:
     """The attempts that left something and of which the journal says nothing: it is not whole."""
     told = {event.attempt for event in events if isinstance(event, ev.Started)}
     queued = any(isinstance(event, ev.Submitted) for event in events)
@@ -426,8 +426,8 @@ def _gap(paths: RunPaths, events: Iterable[ev.Event], epoch: int | None) -> str:
     if gap := sorted(number for number in trained - told if isinstance(number, int)):
         named = ", ".join(map(str, gap[:_MOST_NAMED]))
         return f"the journal has lost {counted(len(gap), 'attempt')} ({named}), and nothing tells that it had none"
-    owner = read_epoch(paths)
-    before = 0 if owner is None else owner.epoch - (epoch is not None)
-    if before > 0 and not queued and not told - {epoch}:
+    owner = read_owner(paths)
+    before = 0 if owner is None else owner.attempt - (attempt is not None)
+    if before > 0 and not queued and not told - {attempt}:
         return f"the journal has lost {counted(before, 'attempt')}, and nothing tells that it had none"
     return ""

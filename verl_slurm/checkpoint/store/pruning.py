@@ -163,7 +163,7 @@ def apply_prune(
     plan: PrunePlan,
     *,
     verifier: Callable[[Path], Verdict] = verify,
-    epoch_check: Callable[[], None] = lambda: None,
+    attempt_check: Callable[[], None] = lambda: None,
     remove: Callable[[int, str], None] | None = None,
 ) -> list[str]:
     """Removes what `plan` drops, oldest first; returns the names removed. Runs on rank 0.
@@ -172,12 +172,12 @@ def apply_prune(
     nothing is removed.
 
     Args:
-        epoch_check: raises `Fenced` when this attempt no longer owns the run. It is called before each removal, because
-            a plan that slept for a while may drop what a newer attempt resumes from.
+        attempt_check: raises `Fenced` when this attempt no longer owns the run. It is called before each removal,
+            because a plan that slept for a while may drop what a newer attempt resumes from.
         remove: removes a renamed directory, by its name below a descriptor, now or later (`Removing`). None: now.
 
     Raises:
-        Fenced: by `epoch_check`; those before it are gone.
+        Fenced: by `attempt_check`; those before it are gone.
         ValueError: the plan names something that is no checkpoint (a bug of its maker).
         OSError: one could not be removed; those before it are gone, those after it are whole.
     """
@@ -198,7 +198,7 @@ def apply_prune(
         for name in names:
             doomed = paths.staging(paths.checkpoints / name, secrets.token_hex(8)).name
             # Before each: this rank may have slept since the plan was made, and the run belong to another attempt.
-            epoch_check()
+            attempt_check()
             try:
                 os.rename(name, doomed, src_dir_fd=folder, dst_dir_fd=folder)  # noqa: TID251 - by descriptor
             except FileNotFoundError:

@@ -168,7 +168,7 @@ def _newest(run: RunPaths, node: int | None, agent: bool, service: str | None) -
         suffix, who = f".service_{service}.{node or 0:04d}.log", "service of this name has printed"
     mine = [path for path in _rank_logs(run) if path.name.endswith(suffix)]
     if mine:
-        return max(mine)  # epoch and generation are in the name, with leading zeros
+        return max(mine)  # attempt and restart are in the name, with leading zeros
     raise NotFound(
         f"no {who} there",
         where=run.logs,
@@ -234,12 +234,12 @@ def samples(
     # One object a line and not one list, so that `jq` and `head` work on them as they come.
     if as_json:
         for sample in chosen:
-            facts = {"step": found.step, "attempt": found.epoch, **msgspec.to_builtins(sample)}
+            facts = {"step": found.step, "attempt": found.attempt, **msgspec.to_builtins(sample)}
             render.json_value(facts)
         return
     render.fields(
         [
-            ("step", f"{number}, by attempt {found.epoch}; samples of {_steps(kept)} are kept"),
+            ("step", f"{number}, by attempt {found.attempt}; samples of {_steps(kept)} are kept"),
             ("shown", f"{len(chosen)} of {found.responses} responses, {len(found.samples)} of them kept"),
         ]
     )

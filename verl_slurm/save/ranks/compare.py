@@ -2,7 +2,7 @@
 
 Compared are all weights and all optimizer state, tensor by tensor and byte by byte (so NaN equals the same
 NaN, and 0.0 differs from -0.0), and with them the schedulers and each rank's runtime state: position,
-generators, KL window, rollouts, buffers, metric history. Not compared is what must differ: times, epochs,
+generators, KL window, rollouts, buffers, metric history. Not compared is what must differ: times, attempts,
 parents. Both directories are verified first.
 """
 

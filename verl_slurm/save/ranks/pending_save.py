@@ -91,9 +91,9 @@ class SaveContents:
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """Manifest fields that are the same for all saves of one epoch."""
+    """Manifest fields that are the same for all saves of one attempt."""
 
-    epoch: int
+    attempt: int
     parent: str | None
     schema_id: str
     dataset_fingerprint: str
@@ -149,7 +149,7 @@ class PendingSave:
 
         written: the writer process's answer for each medium, as soon as there is one.
 
-        owned: set on rank 0 when it is known whether this epoch still owns the run; raises `Fenced`. The thread
+        owned: set on rank 0 when it is known whether this attempt still owns the run; raises `Fenced`. The thread
             "checkpoint" sets it, or one started for that question where storage may never answer.
 
         part: this node's committed part, on the rank that committed it.
@@ -254,7 +254,7 @@ def manifest_of(
         step=runtime.step,
         safe_point=runtime.safe_point,
         phase=runtime.phase,
-        epoch=provenance.epoch,
+        attempt=provenance.attempt,
         parent=provenance.parent,
         schema_id=provenance.schema_id,
         dataset_fingerprint=provenance.dataset_fingerprint,

@@ -63,7 +63,7 @@ class CheckpointSaver:
     Args:
         domains: `actor`, `critic`, `optimizer` → the live tensors of this rank (`save.ranks.tensors`),
             which stay where they are for as long as this lives.
-        epoch_check: raises `Fenced` when this attempt of the run no longer owns it; asked by rank 0.
+        attempt_check: raises `Fenced` when this attempt of the run no longer owns it; asked by rank 0.
         local: where this node keeps its second copy; None: nowhere.
         usual_seconds: that a save to shared storage took before; None: not known.
         encryption: source of the key to encrypt and sign with; None: neither is done.
@@ -79,7 +79,7 @@ class CheckpointSaver:
         provenance: Provenance,
         ranks: Collective,
         *,
-        epoch_check: Callable[[], None],
+        attempt_check: Callable[[], None],
         local: LocalPlace | None = None,
         usual_seconds: float | None = None,
         encryption: EncryptionConfig | None = None,
@@ -87,7 +87,7 @@ class CheckpointSaver:
         # First: a missing or open key ends the run here, before threads and processes exist that would have to be
         # ended.
         self._keys = load_keys(encryption)
-        self._paths, self._provenance, self._epoch_check = paths, provenance, epoch_check
+        self._paths, self._provenance, self._attempt_check = paths, provenance, attempt_check
         self._local = local
         # Before `another` and `Staging` below, in the same order on every rank: making a process group is collective.
         self._second = None if local is None else NodeCopies(ranks, local)
@@ -320,7 +320,7 @@ class CheckpointSaver:
         problem = ""
         manifest = self._manifest(save, sealing, entries)
         try:
-            door.commit(save.staging, manifest, epoch_check=self._epoch_check, keys=self._keys)
+            door.commit(save.staging, manifest, attempt_check=self._attempt_check, keys=self._keys)
         except (OSError, CheckpointCorrupt) as error:
             # With a second copy a failed commit is a problem of one medium. Other errors, `Fenced` among them, are
             # raised either way and end the save on both.
@@ -332,7 +332,7 @@ class CheckpointSaver:
     def _manifest_for_nodes(
         self, save: PendingSave, sealing: Sealing | None, entries: tuple[FileEntry, ...]
     ) -> Manifest:
-        """Rank 0: the same, unless it is known by now that another epoch owns the run.
+        """Rank 0: the same, unless it is known by now that another attempt owns the run.
 
         Without shared storage that cannot be asked. It is asked again when the parts are brought home.
         """
@@ -360,7 +360,7 @@ class CheckpointSaver:
             return
         try:
             with suppress(OSError):  # unreachable storage does not say
-                self._epoch_check()
+                self._attempt_check()
         # Whatever happens the future is set: "second-copy" waits for it.
         except Exception as error:  # noqa: BLE001 - raised where `owned` is read
             save.owned.set_exception(error)
@@ -368,7 +368,7 @@ class CheckpointSaver:
             save.owned.set_result(None)
 
     def _require_owner(self, save: PendingSave) -> None:
-        """Before anything is written: the nodes' parts must not be committed for a run that another epoch owns."""
+        """Before anything is written: the nodes' parts must not be committed for a run that another attempt owns."""
         self._ask_owner(save)
         if not self._ranks.rank:
             save.owned.result()

@@ -10,7 +10,7 @@ import msgspec
 from verl_slurm.base.bounded import DATA_FILES, SOURCE, decode_json, read_regular
 from verl_slurm.base.errors import UNREADABLE, CheckpointCorrupt, DataError, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.base.fence import read_epoch
+from verl_slurm.base.fence import read_owner
 from verl_slurm.base.keys import load_keys
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
@@ -57,7 +57,7 @@ def check_records(paths: RunPaths, committed: Sequence[CheckpointInfo]) -> None:
     Raises:
         CheckpointCorrupt: one is empty or damaged.
     """
-    read_epoch(paths)
+    read_owner(paths)
     read_reward_plan(paths)
     try:
         _read_object(paths.orchestration)

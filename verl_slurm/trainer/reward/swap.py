@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from verl_slurm.base.errors import DataError, Fenced, VerlSlurmError
-from verl_slurm.base.fence import require_epoch
+from verl_slurm.base.fence import require_attempt
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.decide.notice import LoudNotice
 from verl_slurm.save.ranks.collective import Collective, RanksFailed
@@ -77,7 +77,7 @@ class RewardSwap:
         self,
         *,
         paths: RunPaths,
-        epoch: int,
+        attempt: int,
         ranks: Collective,
         reporter: Reporter,
         plan: RewardPlan,
@@ -88,7 +88,7 @@ class RewardSwap:
         counts: bool = True,
         load: Callable[..., Reward] = build_reward,
     ) -> None:
-        self._paths, self._epoch, self._ranks, self._reporter = paths, epoch, ranks, reporter
+        self._paths, self._attempt, self._ranks, self._reporter = paths, attempt, ranks, reporter
         self._plan, self._live, self._texts, self._keep = plan, live, texts, keep
         self._device, self._counts, self._load = device, counts, load
         self._thread: threading.Thread | None = None
@@ -262,7 +262,7 @@ class RewardSwap:
         )
 
         def write() -> None:
-            require_epoch(self._paths, self._epoch)
+            require_attempt(self._paths, self._attempt)
             # What is about to be replaced first: once the plan is written, the next start takes the new reward.
             write_light_snapshot(self._paths, len(plan.switches), self._live.present, former)
             write_reward_plan(self._paths, plan)
@@ -274,7 +274,7 @@ class RewardSwap:
         plan = msgspec.structs.replace(self._plan, handled=wish.number, refused=error.one_line())
 
         def write() -> None:
-            require_epoch(self._paths, self._epoch)
+            require_attempt(self._paths, self._attempt)
             write_reward_plan(self._paths, plan)
 
         self._ranks.first_does("recording the refusal", write)

@@ -27,8 +27,8 @@ class SampleLog:
         keys: the run's.
     """
 
-    def __init__(self, paths: RunPaths, epoch: int, count: int, keys: Keyring | None) -> None:
-        self._paths, self._epoch, self._count, self._keys = paths, epoch, count, keys
+    def __init__(self, paths: RunPaths, attempt: int, count: int, keys: Keyring | None) -> None:
+        self._paths, self._attempt, self._count, self._keys = paths, attempt, count, keys
 
     def keep(self, step: int, rollouts: Batch, scored: Batch, texts: Texts) -> None:
         """Writes the step's selected responses. A failing disk is reported once, and training goes on.
@@ -61,7 +61,7 @@ class SampleLog:
             )
         ]
         try:
-            append_samples(self._paths, self._epoch, step, len(scores), samples, keys=self._keys)
+            append_samples(self._paths, self._attempt, step, len(scores), samples, keys=self._keys)
         except OSError as error:
             # Reported once: a full disk would say the same at every step.
             self._count = 0

@@ -19,7 +19,7 @@ import msgspec
 
 from verl_slurm.base import bounded
 from verl_slurm.base.errors import VerlSlurmError
-from verl_slurm.base.fence import require_epoch
+from verl_slurm.base.fence import require_attempt
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.base.tree import names_in
 from verl_slurm.checkpoint.format.specification import Manifest
@@ -41,7 +41,7 @@ def prepare_start(
     config: RunConfig,
     contained: Callable[..., list[str]],
     paths: RunPaths,
-    epoch: int,
+    attempt: int,
     manifest: Manifest | None,
     on_bytes: OnBytes,
 ) -> Made | None:
@@ -51,12 +51,12 @@ def prepare_start(
         contained: `containers.runtimes.contained_argv`.
     """
     python = partial(ranks_python, config, contained, on_node=True)
-    return prepare_ranks(paths, epoch, manifest, config.distributed.world_size, python, on_bytes)
+    return prepare_ranks(paths, attempt, manifest, config.distributed.world_size, python, on_bytes)
 
 
 def prepare_ranks(
     paths: RunPaths,
-    epoch: int,
+    attempt: int,
     manifest: Manifest | None,
     ranks: int,
     python: RanksPython,
@@ -83,7 +83,7 @@ def prepare_ranks(
     """
     divided = paths.resharded
     wanted = manifest if manifest is not None and manifest.world_size != ranks else None
-    require_epoch(paths, epoch)
+    require_attempt(paths, attempt)
     # Of a start that died while it was writing.
     sweep(divided)
     for name in names_in(paths.run, divided.checkpoints):
@@ -100,10 +100,9 @@ def prepare_ranks(
     plan = plan_source(source, ranks, python, on_bytes)
     require_room(source, plan, divided.checkpoints)
     staging = begin(divided, wanted.step, wanted.safe_point)
+    owned = partial(require_attempt, paths, attempt)
     try:
-        return write_checkpoint(
-            source, plan, staging, python, epoch_check=lambda: require_epoch(paths, epoch), on_bytes=on_bytes
-        )
+        return write_checkpoint(source, plan, staging, python, attempt_check=owned, on_bytes=on_bytes)
     except BaseException:
         shutil.rmtree(staging.directory, ignore_errors=True)
         raise

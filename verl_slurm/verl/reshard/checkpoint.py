@@ -211,7 +211,7 @@ def write_checkpoint(
     staging: StagingDirectory,
     python: RanksPython,
     *,
-    epoch_check: Callable[[], None] = lambda: None,
+    attempt_check: Callable[[], None] = lambda: None,
     on_bytes: OnBytes = lambda _: None,
 ) -> Made:
     """Makes `staging`, an empty directory, a committed checkpoint and verifies it.
@@ -219,7 +219,7 @@ def write_checkpoint(
     Raises:
         CheckpointCorrupt: the result is not the same state, or does not verify.
         ConfigError, VerlSlurmError: as `dividing.divide_step`.
-        Fenced: by `epoch_check`.
+        Fenced: by `attempt_check`.
         OSError: the storage refused. On any error `staging` is left for the caller to remove.
     """
     manifest, began = source.manifest, time.monotonic()
@@ -243,7 +243,7 @@ def write_checkpoint(
         created_utc=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
         save_seconds=round(time.monotonic() - began, 3),
     )
-    final = commit(staging, made, epoch_check=epoch_check)
+    final = commit(staging, made, attempt_check=attempt_check)
     num_bytes = verify(final).require("the divided checkpoint does not verify", final).num_bytes
     return Made(path=final, tensors=tensors, num_bytes=num_bytes, num_files=len(made.files))
 
