@@ -19,7 +19,7 @@ SOURCES = sorted([*(ROOT / "verl_slurm").rglob("*.py"), *(ROOT / "daemon").rglob
 SCHEMA = Draft7Validator(json.loads((ROOT / "configs/schema.json").read_text()))
 _BLOCK = re.compile(r"^```yaml\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # Set by torchrun, or by our own launcher in its place.
-_TORCHRUN = {"LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"}
+_TORCHRUN = {"LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"}
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)

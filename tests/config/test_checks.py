@@ -210,7 +210,7 @@ BAD = [
     (VERL + "data: {prompt_key: x}", "my.yaml: data.prompt_key "),
     (GUEST + "rollout: {engine: vllm}", "my.yaml: rollout.engine "),
     (GUEST + "checkpoint: {cadence: young_daly}", "my.yaml: checkpoint.cadence "),
-    (GUEST + "checkpoint: {local_dir: /nvme}", "my.yaml: checkpoint.local_dir "),
+    ("trainer: {backend: verl}\ncheckpoint: {local_dir: /nvme}", "my.yaml: checkpoint.local_dir "),
 ]  # fmt: skip
 
 

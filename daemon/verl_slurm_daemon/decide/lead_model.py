@@ -30,7 +30,6 @@ import msgspec
 
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.journal.causes import meaning_of
 from verl_slurm.wire.messages import PartSaved, RankRefused, SavedOnNodes, SaveStarted
 from verl_slurm_daemon.decide import actions as act, inputs
 
@@ -176,6 +175,8 @@ class Model(msgspec.Struct, frozen=True):
     """The newest checkpoint whose read-back has no result yet."""
     lost: str = ""
     """The result of the newest checkpoint's read-back, if not good: a run that ends with it is not done."""
+    has_deadline: bool = False
+    """The save before the end has a time by which it is given up."""
     came: int = 0
     """The ranks that have come to the save before the end, a bit for each."""
     wrote: int = 0
@@ -248,8 +249,8 @@ class Model(msgspec.Struct, frozen=True):
 
     @property
     def saves_unbounded(self) -> bool:
-        """Returns whether this is a save before the end without a deadline: Slurm does not want the nodes."""
-        return self.state is State.SAVING and meaning_of(self.cause).ended_by == "us"
+        """Returns whether this is a save before the end without a deadline: nothing but a hang would end it."""
+        return self.state is State.SAVING and not self.has_deadline
 
 
 class Decision(msgspec.Struct, frozen=True):

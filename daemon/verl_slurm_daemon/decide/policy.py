@@ -293,12 +293,16 @@ def _act_on(model: Model, event: inputs.CauseKnown) -> Decision:
         return _leave(model, note)  # no rank is there to save
     if model.state is State.RUNNING:
         request_id = model.request_id + 1
-        model = msgspec.structs.replace(model, state=State.SAVING, request_id=request_id, came=0, wrote=0)
+        bounded = event.seconds_left is not None
+        model = msgspec.structs.replace(
+            model, state=State.SAVING, request_id=request_id, came=0, wrote=0, has_deadline=bounded
+        )
         request = act.SaveRequest(request_id=request_id, stop=True, seconds_left=event.seconds_left)
         return Decision(model, (note, request))
     if model.state in (State.SAVING, State.CHECKING) and event.seconds_left is not None:
         # The deadline may be nearer now.
-        return Decision(model, (*notes, act.ArmDeadline(event.seconds_left)))
+        bounded = msgspec.structs.replace(model, has_deadline=True)
+        return Decision(bounded, (*notes, act.ArmDeadline(event.seconds_left)))
     # LEAVING, and a cancel: the step may be gone already.
     exit_now = _maybe_exit(model)
     return Decision(exit_now.model, (*notes, *exit_now.actions))
