@@ -301,8 +301,8 @@ def _act_on(model: Model, event: inputs.CauseKnown) -> Decision:
         return Decision(model, (note, request))
     if model.state in (State.SAVING, State.CHECKING) and event.seconds_left is not None:
         # The deadline may be nearer now.
-        bounded = msgspec.structs.replace(model, has_deadline=True)
-        return Decision(bounded, (*notes, act.ArmDeadline(event.seconds_left)))
+        model = msgspec.structs.replace(model, has_deadline=True)
+        return Decision(model, (*notes, act.ArmDeadline(event.seconds_left)))
     # LEAVING, and a cancel: the step may be gone already.
     exit_now = _maybe_exit(model)
     return Decision(exit_now.model, (*notes, *exit_now.actions))
