@@ -1,5 +1,10 @@
 """A list of checks: who runs which, what is left out after a refusal, and how findings read."""
 
+import os
+import subprocess
+import sys
+
+from tests.processes import python_path
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.checks import ANYTHING, Check, Finding, bad, good, run_checks, skipped, told, warn
 
@@ -35,3 +40,20 @@ def test_what_goes_by_a_refusal_is_left_out_and_named_and_the_rest_is_looked_at(
 def test_findings_read_as_one_line_each() -> None:
     findings = [good("a", "b"), warn("c", "d", "e"), skipped("f"), bad("g", "h")]
     assert told(findings) == (["a: b"], ["c: d; e", "not looked at: f", "g: h"])
+
+
+def test_a_probe_is_spoken_to_in_utf_8_whatever_the_locale() -> None:
+    echo = "import sys; sys.stdout.buffer.write(sys.stdin.buffer.read())"
+    code = (
+        "import sys; from verl_slurm.checks.probe_command import run_to_end;"
+        f"print(ascii(run_to_end([sys.executable, '-c', {echo!r}], 60, text='\\uff5cUser').out))"
+    )
+    plain = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | python_path() | plain,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip() == ascii("\uff5cUser"), done.stderr

@@ -211,6 +211,7 @@ BAD = [
     (GUEST + "rollout: {engine: vllm}", "my.yaml: rollout.engine "),
     (GUEST + "checkpoint: {cadence: young_daly}", "my.yaml: checkpoint.cadence "),
     ("trainer: {backend: verl}\ncheckpoint: {local_dir: /nvme}", "my.yaml: checkpoint.local_dir "),
+    (GUEST + "checkpoint: {keep_best: 3}", "my.yaml: checkpoint.best_metric "),
 ]  # fmt: skip
 
 

@@ -84,6 +84,24 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(text: str, wrong: 
     assert f"no such key: {wrong} (expected {right})" in refusal(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "train.steps: 3\n",
+            "my.yaml:1: train.steps (expected a line `train:`, and `steps` indented below it)",
+        ),
+        ("slurm.extra: {a: b}\n", "my.yaml:1: slurm.extra (expected a line `slurm:`"),
+        ("verl.trainer.x: 3\n", "my.yaml:1: verl.trainer.x (expected a line `verl:`"),
+        ("a. b: 3\n", "my.yaml:1: a. b"),
+        ("train:\n  a.b: 3\n", "my.yaml:2: train.a.b"),
+        ("train:\n  steps: 3\ntrain.steps: 4\n", "my.yaml:3: train.steps (expected a line `train:`"),
+    ],
+)
+def test_a_name_with_a_dot_is_no_key_and_its_section_is_named(text: str, said: str) -> None:
+    assert f"no such key: {said}" in refusal(text)
+
+
 SEED = """
 train: {total_steps: 9, save_interval: 5, async_checkpoint: true, resume_from: x,
   adaptive_checkpoint: {intervals: [{steps: 5, interval: 1}]}}

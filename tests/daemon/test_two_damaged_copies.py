@@ -1,8 +1,12 @@
 """Both copies of the newest checkpoint are damaged, each in another file: a start takes the good files of both."""
 
+import errno
 import json
+import os
 import shutil
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +15,7 @@ from tests.daemon.test_second_copy import (
     node as node,  # a fixture
 )
 from verl_slurm.checkpoint.format.specification import MANIFEST
+from verl_slurm.checkpoint.store import copies
 from verl_slurm.checkpoint.store.verify import verify
 
 pytestmark = pytest.mark.scenario("FLT-H03")
@@ -36,6 +41,24 @@ def damaged_twice(node: Node) -> Path:
 
 def test_what_two_damaged_copies_have_together_comes_home(node: Node) -> None:
     damaged_twice(node)
+    (line,) = node.bring_home()
+    assert "1 files are from the copy in quarantine" in line
+    assert verify(node.paths.checkpoint(20)).ok
+
+
+def test_a_copy_that_cannot_be_read_does_not_keep_the_next_one_from_giving_its_file(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aside = damaged_twice(node)
+    shutil.copytree(aside, aside.with_name("step_000020.00000000"))
+    opened = copies.open_below
+
+    def bad_sector(root: int, path: str, **how: Any) -> AbstractContextManager[int]:
+        if os.readlink(f"/proc/self/fd/{root}").endswith(".00000000") and path.startswith("actor/"):
+            raise OSError(errno.EIO, "Input/output error")
+        return opened(root, path, **how)
+
+    monkeypatch.setattr(copies, "open_below", bad_sector)
     (line,) = node.bring_home()
     assert "1 files are from the copy in quarantine" in line
     assert verify(node.paths.checkpoint(20)).ok

@@ -16,6 +16,7 @@ from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.decide.storage import FreeSpace
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checkpoint.store.commit import SavedCheckpoint
 from verl_slurm.checkpoint.store.loop_checkpoint import require_guest
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.loops import step_end
@@ -172,6 +173,15 @@ def test_a_save_that_the_storage_refuses_is_said_and_the_one_before_counts(
     bench.save(8, last=True)
     assert bench.names() == ["step_000008", "step_000002"]
     assert bench.line.heard(RankSaved)[-1].reason == "all steps are done"
+
+
+def test_a_step_that_the_nodes_disks_alone_have_is_not_a_saved_one(bench: Bench) -> None:
+    """The run would be done with it, and the nodes may never come back."""
+    kept = SavedCheckpoint(name="step_000008", seconds=0.1, num_bytes=9, on_shared=False, problem="full")
+    bench.saver.save(8, lambda save, request: lambda: kept, metrics={}, why=WHY, last=False)
+    bench.saver.settle()
+    assert [saved.on_shared for saved in bench.line.heard(RankSaved)] == [False]
+    assert bench.saver.saved_step == -1
 
 
 def test_the_last_save_is_tried_again_when_storage_fails(

@@ -1,5 +1,6 @@
 """The copy of a tree in the run's directory, and what is found when it is read back."""
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from verl_slurm.base.errors import ConfigError, DataError, Fenced
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.dataset.fingerprint import entries
 from verl_slurm.dataset.fingerprint.entries import FileDigest, render, sealed
 from verl_slurm.program.code_record import files_of
 from verl_slurm.program.copying import check_copy, copy_tree, read_tree
@@ -99,6 +101,19 @@ def test_a_list_that_was_changed_proves_nothing(paths: RunPaths, root: Path) -> 
         check_copy(paths, digest)
     paths.code_files(digest).unlink()
     with pytest.raises(DataError, match="is gone, or was changed"):
+        check_copy(paths, digest)
+
+
+def test_storage_that_does_not_answer_is_no_damage(
+    paths: RunPaths, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = copied(paths, root)
+
+    def no_answer(*_: object) -> bytes:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(entries, "read_regular", no_answer)
+    with pytest.raises(OSError, match="Stale file handle"):
         check_copy(paths, digest)
 
 

@@ -2,7 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.lines import follow_lines
+from tests.many_runs import make_run
+from verl_slurm.journal.events import Event
+from verl_slurm.runs.follow import follow_run
 
 
 def test_lines_come_as_they_are_finished(tmp_path: Path) -> None:
@@ -48,3 +53,13 @@ def test_the_file_beside_is_looked_at_when_it_changes(tmp_path: Path) -> None:
     assert next(lines) is None
     assert (seen[0], seen[-1]) == (b"first", b"second")
     lines.close()
+
+
+def test_an_error_of_who_is_told_is_not_taken_for_a_missing_journal(tmp_path: Path) -> None:
+    paths = make_run(tmp_path / "a", job_id="1")
+
+    def told(_: Event) -> None:
+        raise FileNotFoundError("of the caller's own file")
+
+    with pytest.raises(FileNotFoundError, match="own file"):
+        follow_run(paths, 0, told)

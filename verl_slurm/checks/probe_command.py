@@ -38,7 +38,7 @@ def run_to_end(
             input=text,
             env=env,
             capture_output=True,
-            text=True,
+            encoding="utf-8",  # whatever the locale: JSON and templates pass here
             errors="replace",
             timeout=timeout_s,
             check=False,

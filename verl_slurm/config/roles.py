@@ -1,7 +1,7 @@
 """Decides from the configuration what a run trains, on which data, and which numbers it yields. Pure.
 
 All code that counts, saves or finds these asks here. The trainer makes the numbers and imports torch, so their names
-are repeated here. Tests compare them with real rows (tests/trainer/test_evaluating.py, test_combinations.py).
+are repeated here. Tests compare them with real rows (tests/trainer/test_evaluation.py, test_combinations.py).
 """
 
 from pathlib import Path

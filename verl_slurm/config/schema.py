@@ -588,7 +588,7 @@ class HooksConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Declares one more place for verified checkpoints, after the run's own `checkpoints/` (`tiers.tier_layout`).
+    """Declares one more place for verified checkpoints, after the run's own `checkpoints/` (`tiers.run_copies`).
 
     Credentials never stand here. An S3 tier takes them from where every AWS tool does: the environment, `~/.aws`, or
     the instance's role.

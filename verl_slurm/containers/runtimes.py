@@ -147,7 +147,7 @@ def contained_ranks_argv(config: RunConfig, gpus: Gpus, control: str, launcher: 
         launcher: Python and its arguments, as outside of a container.
 
     Raises:
-        ConfigError: `mounts.mounts`.
+        ConfigError: `mounts`.
     """
     container = config.slurm.container
     assert container is not None
@@ -163,7 +163,7 @@ def contained_argv(config: RunConfig, module: Sequence[str], *places: str, gpus:
         places: that it writes to, besides those of the run.
 
     Raises:
-        ConfigError: `mounts.mounts`.
+        ConfigError: `mounts`.
     """
     container = config.slurm.container
     assert container is not None

@@ -153,6 +153,8 @@ class LoopRun:
         # Under a daemon `run_dir` is ignored: the run has a directory, which its lead verifies.
         if not self._session.has_daemon and self._run_dir is not None:
             self._session = self._by_hand(Path(self._run_dir))
+        # Refused now, and by all ranks, not at the first save by those of one node.
+        self._local = self._ranks.together("looking at checkpoint.local_dir", self._local_place)
         # Before the saver: it starts at the resumed step.
         if self._session.resume is not None:
             self._go_on_from(self._session.resume)
@@ -197,8 +199,7 @@ class LoopRun:
             directory, "loop", world_size=now, needed="index.json", whose="verl_slurm.run"
         )
         paths = self._session.paths
-        local = LocalPlace.of(load_own(paths.run_yaml).checkpoint, paths, _local_rank())
-        near = None if local is None else local.directory / directory.name
+        near = None if self._local is None else self._local.directory / directory.name
         # Parsed on each rank: a missing key is told by all of them.
         reader = self._ranks.together(
             "opening the checkpoint", lambda: CheckpointReader(directory, keys_for(paths.root))
@@ -345,13 +346,15 @@ class LoopRun:
             ),
             self._ranks,
             attempt_check=lambda: require_attempt(paths, session.attempt),
-            local=LocalPlace.of(config, paths, _local_rank()),
+            local=self._local,
             encryption=config.encryption,
         )
 
-
-def _local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    def _local_place(self) -> LocalPlace | None:
+        if not self._session.has_run:
+            return None
+        paths, local_rank = self._session.paths, int(os.environ.get("LOCAL_RANK", "0"))
+        return LocalPlace.of(load_own(paths.run_yaml).checkpoint, paths, local_rank)
 
 
 def _complain(text: str) -> None:
@@ -378,7 +381,7 @@ def _take_the_run(run_dir: Path) -> _Start:
     paths = RunPaths(run_dir.absolute())
     # 0700, and refused if it is another user's: checkpoints of this directory are loaded.
     private_dir(paths.root)
-    # Before the attempt is encode_state: taking it would fence that lead's run.
+    # Before the attempt is taken: taking it would fence that lead's run.
     if paths.lead_address.exists():
         raise ConfigError(
             "a daemon serves this run",

@@ -295,6 +295,7 @@ class StepEndSaver:
             # Collective, so no rank writes before the remains of a dead start are gone: they could mix with its
             # files.
             ranks.first_does("preparing to save", lambda: clear_work(session.paths, session.attempt))
+        self._skips_full = beside and not by_our_saver
         # One worker: commits must stay in the order of their steps.
         self._pool = ThreadPoolExecutor(1, "verl-slurm-commit") if beside else None
         # A group of its own: collectives of the commit thread and of the loop on one group would pair up wrongly.
@@ -470,9 +471,10 @@ class StepEndSaver:
     ) -> RanksFailed | None:
         # At most one save is under way, and a fence that it met is raised here, before another one is written.
         self.settle()
-        # A save that is due by a request or by the end is tried even on a full disk; a periodic one is skipped there.
+        # A save that is due by a request or by the end is tried even on a full disk; a framework's periodic one is
+        # skipped there, since it would die of it.
         must = self.request is not None or last
-        if self._pool is not None and not must and self.saved_step != step and not self._fits(step):
+        if self._skips_full and not must and self.saved_step != step and not self._fits(step):
             return None
         if self._announced != step:
             self.begins(step)
@@ -487,7 +489,7 @@ class StepEndSaver:
             self._answer_with_old(request, f"{why}; nothing new since")
             return None
         if self._keeper is not None:
-            # For the notice alone: without `beside` the save is tried whatever the file system says.
+            # For the notice alone: only the write itself is proof.
             self._keeper.before_save()
         save = LoopSave(
             guest=self._guest,
@@ -589,12 +591,12 @@ class StepEndSaver:
             self._side.first_does("removing older checkpoints", lambda: self._keep(done, request))
         except RanksFailed as error:
             return self._failed(save, error, request)
-        # A copy on the nodes' disks alone is no end: the nodes may never come back.
-        if last and not done.on_shared:
-            failure = RanksFailed("the last checkpoint is not on shared storage", found=done.problem)
-        else:
+        if done.on_shared:
             # Set by the commit thread with `beside`; the loop reads it after `settle` has waited for that thread.
             self.saved_step = save.step
+        elif last:
+            # A copy on the nodes' disks alone is no end: the nodes may never come back.
+            failure = RanksFailed("the last checkpoint is not on shared storage", found=done.problem)
         self.session.saved(
             request.request_id if request else 0,
             done.name,

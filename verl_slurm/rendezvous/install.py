@@ -294,21 +294,35 @@ def _others_connected() -> list[str]:
 
     A peer on another node is not seen. Never raises.
     """
-    from verl_slurm.wire.tcp_table import ESTABLISHED, TABLES, address_of, rows_of
+    from verl_slurm.wire.tcp_table import ESTABLISHED, TABLES, rows_of
 
     with suppress(OSError, ValueError, IndexError):
         # Of this process alone: the tables list the sockets of the whole node.
         mine = set(_socket_inodes())
-        rows = [row for table in TABLES for row in rows_of(table) if row[3] == ESTABLISHED]
-        owners = {(local, remote): int(uid) for _, local, remote, _, _, _, _, uid, *_ in rows}
-        found = []
-        for _, local, remote, *_, inode in (row[:10] for row in rows):
-            # The other end's row has the addresses the other way round; a peer on another node has none here.
-            if int(inode) in mine and (uid := owners.get((remote, local), os.geteuid())) != os.geteuid():
-                host, _, port = remote.rpartition(":")
-                found.append(f"{address_of(host)}:{int(port, 16)} of uid {uid}")
+        rows = [
+            (_end_of(row[1]), _end_of(row[2]), int(row[7]), int(row[9]))
+            for table in TABLES
+            for row in rows_of(table)
+            if row[3] == ESTABLISHED
+        ]
+        owners = {(local, remote): uid for local, remote, uid, _ in rows}
+        # The other end's row has the addresses the other way round; a peer on another node has none here.
+        found = [
+            f"{remote} of uid {uid}"
+            for local, remote, _, inode in rows
+            if inode in mine and (uid := owners.get((remote, local), os.geteuid())) != os.geteuid()
+        ]
         return found[:_MOST_NAMED]
     return []
+
+
+def _end_of(in_table: str) -> str:
+    """Returns address and port for people. An address that is mapped into IPv6 is the same one: each end may see the
+    connection in its own way."""
+    from verl_slurm.wire.tcp_table import address_of
+
+    host, _, port = in_table.rpartition(":")
+    return f"{address_of(host)}:{int(port, 16)}"
 
 
 def _socket_inodes() -> Iterator[int]:

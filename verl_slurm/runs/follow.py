@@ -63,8 +63,8 @@ class Followed(msgspec.Struct, kw_only=True):
     exit_code: int | None = None
     """The exit code with which it ended while it was followed."""
 
-    def read(self, on_event: "OnEvent", *, newest: bool = True) -> int:
-        """Reports what its journal has more; returns how many events. Looks at its size first.
+    def take(self, *, newest: bool = True) -> list[ev.Event]:
+        """Returns what its journal has more; looks at its size first.
 
         Args:
             newest: of much more, the newest events alone; otherwise a part, and the next call goes on.
@@ -73,8 +73,12 @@ class Followed(msgspec.Struct, kw_only=True):
         """
         paths = RunPaths(self.root)
         if _size(paths.events) == self.offset:
-            return 0
+            return []
         events, self.offset = read_events_after(paths, self.offset, newest=newest)
+        return events
+
+    def report(self, events: list[ev.Event], on_event: "OnEvent") -> None:
+        """Hands on events that `take` has returned. An error of `on_event` is its own."""
         for event in events:
             self.state = state_after(event, self.state)
             # First, so that whoever is told sees the run as it is after the event. A run may be submitted again after
@@ -84,7 +88,6 @@ class Followed(msgspec.Struct, kw_only=True):
             elif isinstance(event, ev.Ended) and event.is_final:
                 self.alive, self.exit_code = False, event.exit_code
             on_event(self, event)
-        return len(events)
 
 
 OnEvent = Callable[[Followed, ev.Event], None]
@@ -118,9 +121,10 @@ def follow_run(
             code = event.code
 
     def read() -> bool:
-        before = run.offset
+        before, events = run.offset, list[ev.Event]()
         with suppress(FileNotFoundError):  # it comes with the first job
-            run.read(tell, newest=False)
+            events = run.take(newest=False)
+        run.report(events, tell)
         return run.offset != before
 
     with watched(paths.root, {str(paths.events), str(paths.status)}) as changed:
@@ -233,7 +237,7 @@ class FleetWatch:
     def _read(self, run: Followed) -> int:
         before = run.state
         try:
-            return run.read(self._on_event)
+            events = run.take()
         except FileNotFoundError:
             run.state, run.alive = "removed", False
         except (OSError, TooMuch) as error:
@@ -242,6 +246,9 @@ class FleetWatch:
             if isinstance(error, TooMuch):
                 run.alive, run.exit_code = False, error.exit_code
             self._on_glance(run, Glance(root=run.root, error=run.state))
+        else:
+            run.report(events, self._on_event)
+            return len(events)
         return int(run.state != before)
 
     def ask(self) -> int:

@@ -10,6 +10,7 @@ Each result is an event in the journal, which the daemon writes, too: one line i
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -141,8 +142,10 @@ class _Mover:
             if not state.reachable:
                 append_event(self._paths, TierUnreachable(state.name, state.detail))
         for copy in states[0].copies:
-            if copy.refused:
-                self._say_refused(copy.name, copy.detail)
+            # What is not whole is no source: without a word nobody would know why it goes nowhere.
+            if copy.refused or (copy.digest and not copy.committed):
+                with suppress(CheckpointCorrupt, SchemaMismatch, TierError):  # pruned since the survey
+                    self._say_refused(copy.name, copy.detail)
         plan = plan_tiers(states, self._now())
         # Copies before removals: a pass that is killed leaves too much rather than too little.
         done = [self._do(action, self._copy) for action in plan if action.kind == "copy"]
@@ -202,15 +205,12 @@ class _Mover:
             raise TierError(what, where=f"{tier}: {name}", found=problems[0])
 
     def _say_refused(self, name: str, detail: str) -> None:
-        """Writes one line to the journal for each unsigned checkpoint."""
+        """Writes one line to the journal for each checkpoint that is not signed, or not whole."""
         tier = self._tiers[LOCAL_TIER]
         info = self._copies(LOCAL_TIER).place.stat(self._copies(LOCAL_TIER).key(name))
-        # Once and not in every pass: what is remembered as refused was reported. The stamp changes with the manifest:
-        # another refused checkpoint of that name is reported again.
+        # Once and not in every pass. The stamp changes with the manifest: another checkpoint of that name is reported.
         record = self._memory.get(LOCAL_TIER, name)
-        if info is None or (
-            record is not None and (record.signature, record.stamp) == ("refused", info.stamp)
-        ):
+        if info is None or (record is not None and (record.detail, record.stamp) == (detail, info.stamp)):
             return
         append_event(self._paths, TierFailed(LOCAL_TIER, name, "copy", detail))
         self._memory.note(tier, name, self._copies(LOCAL_TIER).manifest(name)[1], detail, self._now())

@@ -94,14 +94,14 @@ class RunCopies:
         """Returns the bytes of a checkpoint's manifest, and what they say. With keys, it must be signed with one.
 
         Raises:
-            CheckpointCorrupt: there is none, it is not whole or another checkpoint's, or others made it.
+            CheckpointCorrupt: it is not whole or another checkpoint's, or others made it.
             KeyRefused, SchemaMismatch: it is not signed with a key of ours; it is of another format version.
-            TierError: the place did not answer.
+            TierError: the place did not answer, or has none.
         """
         key = self.key(name)
         info = self.place.stat(key)
         if info is None:
-            raise CheckpointCorrupt("the checkpoint is not there", where=key, found="no manifest")
+            raise TierError("the checkpoint is not there any more", where=key, found="no manifest")
         # One byte beyond the limit, so that `parse` refuses a larger one; the place names the size.
         data = b"".join(self.place.read(key, 0, min(info.size, MAX_MANIFEST_BYTES + 1)))
         manifest = parse(data, where=key)

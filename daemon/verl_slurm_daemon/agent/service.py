@@ -288,7 +288,7 @@ class ServiceHost:
             if self._stranger.is_set():
                 problem, answered = self._problem, time.monotonic()
         strange.cancel()
-        # With all that it has started, and what a killed guard has left to this process; the guard ends by it as well.
+        # With all that it has started, and what a killed launcher has left to this process; that ends by it, too.
         listener = listener_of(port, loopback=True)
         self._port = 0
         kill_tree()

@@ -3,7 +3,7 @@
 One attempt, in order:
 
 1. `umask 077`, signals into the queue, the attempt taken (fencing), the journal opened. If storage does not
-   allow it, the lead waits; after that the start has failed (`start.py`).
+   allow it, the lead waits; after that the start has failed (`attempt_start.py`).
 2. The data set is compared with its fingerprint, and the image with its digest; starts without progress are counted.
 3. Restarts, until the policy says `Exit`.
 4. Slurm is told what is to become of the job (`Requeue=0`, or when it may start again), and the end is recorded.
@@ -77,7 +77,7 @@ class Lead:
     """The lead of one attempt; see the module.
 
     Args:
-        failed: why this start can only ask for another one (`start.prepare`).
+        failed: why this start can only ask for another one (`attempt_start.prepare`).
     """
 
     def __init__(

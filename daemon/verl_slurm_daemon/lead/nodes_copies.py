@@ -52,7 +52,7 @@ def run_bring_home(root: Path, attempt: int, after: str) -> ExitCode:
 
     Raises:
         Fenced: the run belongs to another attempt.
-        OSError: a disk refuses.
+        TierError: a disk refuses.
         KeyRefused, PermissionRefused: `keys.load_keys`.
     """
     paths = RunPaths(root)

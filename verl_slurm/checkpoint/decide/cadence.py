@@ -13,8 +13,8 @@ lost work. Young (1974) found sqrt(2 C M) seconds for a save that costs C and a 
     sqrt(2 C M) * (1 + sqrt(C / 2M) / 3 + (C / 2M) / 9) - C         and M for all others.
 
 C is the training time that one save takes (`trainer.save_pace`), not the time until it is durable. M is counted
-from the journal (`interruptions.py`). No save begins while another is being written. Between two saves there is a step
-without one, or the cost of a save could not be measured. The formula assumes that all work since the last save is
+from the journal (`journal/history.py`). No save begins while another is being written. Between two saves there is a
+step without one, or the cost of a save could not be measured. The formula assumes that all work since the last save is
 repeated. Here the ledger replays the rollouts, so the run saves too often rather than too seldom.
 
 `continuous`: at the end of a step, as soon as the save before is durable, and at least every `every_steps`. A save

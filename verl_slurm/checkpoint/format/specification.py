@@ -103,7 +103,7 @@ import msgspec
 
 from verl_slurm.base import bounded
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 CHUNK_BYTES = 4 << 20
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = "schema_version.json"

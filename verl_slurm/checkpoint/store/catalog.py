@@ -163,7 +163,6 @@ def _classify(path: Path, partial: bool) -> CheckpointInfo | None:
     return replace(
         info,
         kind="committed",
-        # The manifest keeps the field's former name.
         attempt=manifest.attempt,
         phase=manifest.phase,
         world_size=manifest.world_size,

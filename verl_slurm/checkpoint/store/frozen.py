@@ -156,7 +156,10 @@ def store_frozen(
         record_tree(paths.frozen, seen)  # a record that is lost
         if not _set_aside_damaged(paths, seen.digest, notice, "it is stored anew"):
             return final
-    return store_tree(paths.frozen, source, seen, "a model that does not train", links=False)
+    place = store_tree(paths.frozen, source, seen, "a model that does not train", links=False)
+    # Read back: by the time of the next start the source may be gone.
+    _set_aside_damaged(paths, seen.digest, notice, "the next start stores it anew")
+    return place
 
 
 def _set_aside_damaged(paths: RunPaths, digest: str, notice: Callable[[str], None], then: str) -> bool:

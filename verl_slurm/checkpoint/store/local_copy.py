@@ -21,6 +21,7 @@ import hashlib
 import os
 import shutil
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from typing import NamedTuple
 
 from verl_slurm.base import bounded
 from verl_slurm.base.bounded import read_regular
-from verl_slurm.base.errors import VerlSlurmError
+from verl_slurm.base.errors import TierError, VerlSlurmError
 from verl_slurm.base.files import fsync_path, private_dir, rename, require_own, require_safe_way, write_file
 from verl_slurm.base.keys import Keyring
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
@@ -190,11 +191,17 @@ def send_home(part: LocalPart, paths: RunPaths) -> Path:
     # A file that the manifest does not name would make the whole directory fail its verification.
     ours = {entry.path: entry for entry in part.manifest.files}
     source, home = DirectoryPlace(part.path, "the node's disk"), DirectoryPlace(target, "the run")
+    failure: TierError | None = None
     for path in sorted(ours.keys() & files_below(part.path).keys()):
-        # Not checked here: where the bytes are wrong, `assemble` finds it, and another copy may have the file.
-        home.put(path, ours[path], partial(source.read, path))
+        # Not checked here: where the bytes are wrong, or cannot be read, another copy may have the file.
+        try:
+            home.put(path, ours[path], partial(source.read, path))
+        except TierError as error:
+            failure = failure or error
     # Several nodes write the same one, so by rename: a reader never finds half of it.
     write_file(target / MANIFEST, read_regular(part.path / MANIFEST, bounded.MANIFEST))
+    if failure is not None:
+        raise failure
     return target
 
 
@@ -226,6 +233,8 @@ def assemble(paths: RunPaths, keys: Keyring | None = None) -> list[Assembled]:
             continue  # the next start's sweep removes it
         if named is None or manifest is None or named[2] != (manifest.digest or "")[:_NONCE_HEX]:
             continue
+        with suppress(TierError):
+            DirectoryPlace(home, "the run").forget("")  # half a file of a node whose disk broke off
         name = manifest.name
         final = paths.checkpoints / name
         verdict = verify(home, name=name, keys=keys)

@@ -190,8 +190,8 @@ def for_ranks(paths: RunPaths, name: str, world_size: int) -> Path:
 
 
 def clear_work(paths: RunPaths, attempt: int) -> Path:
-    """Empties the work directory of an attempt, 0700, of what a dead restart left. Runs in one rank, before the
-    first save of a restart.
+    """Empties the work directory of an attempt, 0700, of what a dead start of the ranks left. Runs in one rank, before
+    the first save.
     """
     work = paths.work(attempt)
     # Before anything is removed.

@@ -32,7 +32,7 @@ from verl_slurm.journal.steps import every_row
 from verl_slurm.runtime_state.segment import HEAD_BYTES, Frame, Gap
 from verl_slurm.runtime_state.segment_files import segments, walk
 
-_RANK_LOG = re.compile(r"attempt_(\d{6,})\.gen_", re.ASCII)
+_RANK_LOG = re.compile(r"attempt_(\d{6,})\.restart_", re.ASCII)
 _NAME = re.compile(rb"step_\d{6}")
 _NO_PAYLOAD = 1 << 62
 """As `check_from_step`: the frames' headers are read, and no rollout."""

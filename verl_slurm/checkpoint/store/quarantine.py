@@ -143,8 +143,13 @@ def fill(directory: Path, wanted: Iterable[FileEntry], copies: Sequence[Path]) -
     places = [DirectoryPlace(copy, "the quarantine") for copy in copies]
     target, filled = DirectoryPlace(directory, "the run"), []
     for entry in wanted:
-        # A copy in quarantine may be damaged in any way: every byte is checked on its way, and read back.
-        with suppress(CheckpointCorrupt, TierError):
-            copy_file([(place, entry.path) for place in places], (target, entry.path), entry)
-            filled.append(entry.path)
+        for place in places:
+            # A copy in quarantine may be damaged in any way, or not be readable: then the next one may have the file.
+            # Every byte is checked on its way, and read back.
+            with suppress(CheckpointCorrupt, TierError):
+                copy_file([(place, entry.path)], (target, entry.path), entry)
+                filled.append(entry.path)
+                break
+    with suppress(TierError):
+        target.forget("")  # half a file of a copy that broke off
     return filled

@@ -607,6 +607,12 @@ def _check_guest(config: RunConfig, found: Complaints) -> None:
     refuse_if(command and unread, "trainer.command", reads, "set it, or remove it", there)
     if not trainer.is_guest:
         return
+    kept, metric = config.checkpoint.keep_best, config.checkpoint.best_metric
+    # Accepted, that name would keep no checkpoint ever, without a word.
+    there = f"{metric}, with keep_best={kept}, and {with_verl}"
+    remedy = "name one, e.g. checkpoint.best_metric=loss"
+    wrong = bool(kept) and metric == "eval/reward"
+    refuse_if(wrong, "checkpoint.best_metric", "a number that the program logs", remedy, there)
     where = "under `verl:`, in verl's own words" if backend == "verl" else "in your program"
     for name in _NATIVE_SECTIONS:
         key = next((f"{name}.{changed}" for changed in _changed(config, name)), "")

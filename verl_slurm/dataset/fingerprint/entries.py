@@ -22,6 +22,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from verl_slurm.base.bounded import FINGERPRINT, Limit, decode_json, read_regular
+from verl_slurm.base.errors import is_transient_storage_error
 
 Kind = Literal["file", "program", "link", "directory"]
 FORMAT = 1
@@ -115,11 +116,17 @@ def parse(data: bytes, limit: Limit) -> Fingerprint:
 
 
 def recorded_tree(folder: Path, digest: str) -> Fingerprint | None:
-    """Returns the record; None if it is missing, does not have the digest, or names a path that leads out."""
+    """Returns the record; None if it is missing, does not have the digest, or names a path that leads out.
+
+    Raises:
+        OSError: storage does not answer, which says nothing about the tree.
+    """
     try:
         data = read_regular(folder / f"{digest}.json", FINGERPRINT)
         tree = parse(data, FINGERPRINT)
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError) as error:
+        if is_transient_storage_error(error):
+            raise
         return None
     # Names come from a file: one that leads out of the copy is none of ours, whatever its digest.
     plain = all(os.path.normpath(n) == n and n[0] != "/" and n.split("/")[0] != ".." for n in tree.files)

@@ -99,7 +99,8 @@ class Staging:
         whole = torch.frombuffer(self._arena.view, dtype=torch.uint8)
         self._live = [slot.tensor for slot in layout.slots]
         self._copies = [_view(whole, slot.at, slot.tensor) for slot in layout.slots]
-        self._device = next((t.device for t in self._live if t.device.type == "cuda"), None)
+        devices = list(dict.fromkeys(t.device for t in self._live if t.device.type == "cuda"))
+        self._device, self._further_devices = next(iter(devices), None), devices[1:]
 
     @property
     def num_bytes(self) -> int:
@@ -124,6 +125,9 @@ class Staging:
             Done when all directories are answered for. It raises the exception of `request`, and SaverDied.
         """
         self._copied = copied = threading.Event()
+        # Of a loop that has tensors on several: an event waits for its own device alone.
+        for device in self._further_devices:
+            torch.cuda.current_stream(device).synchronize()
         # On the caller's thread: streams are a thread's own, and the event marks what training had queued by now.
         ready = torch.cuda.current_stream(self._device).record_event() if self._device is not None else None
 
@@ -203,6 +207,8 @@ class Staging:
                 torch._foreach_copy_(self._copies, self._live, non_blocking=True)
             # Here and not on the main thread: `fence` waits for an event of Python, not for the GPU.
             stream.synchronize()
+            for device in self._further_devices:
+                torch.cuda.synchronize(device)
 
 
 def _view(whole: Tensor, at: int, like: Tensor) -> Tensor:
