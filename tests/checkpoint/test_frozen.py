@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from verl_slurm.base.errors import Fenced
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store import frozen
 from verl_slurm.checkpoint.store.frozen import FrozenCopies, check_frozen, frozen_digests, store_frozen
@@ -134,6 +135,14 @@ def test_a_full_disk_leaves_nothing_and_what_a_dead_start_left_goes(
 
     monkeypatch.setattr(stored_tree, "fsync_path", full)
     with pytest.raises(OSError, match="No space"):
+        store_frozen(paths, model, seen)
+    assert list(paths.frozen.iterdir()) == []
+
+
+def test_a_model_that_changes_while_it_is_copied_is_not_stored(model: Path, tmp_path: Path) -> None:
+    paths, seen = RunPaths(tmp_path / "run"), fingerprint(model)
+    (model / "config.json").write_text("{ }")
+    with pytest.raises(Fenced, match="has changed while it was copied"):
         store_frozen(paths, model, seen)
     assert list(paths.frozen.iterdir()) == []
 

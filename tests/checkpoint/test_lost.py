@@ -99,6 +99,15 @@ TRACES: dict[str, tuple[Callable[[RunPaths], object], str]] = {
         "a damaged line",
     ),
     "emptied": (lambda run: run.events.write_bytes(b""), "the journal has lost 1 attempt"),
+    "only logs": (
+        lambda run: [
+            shutil.rmtree(run.ledger),
+            run.steps.unlink(),
+            run.events.unlink(),
+            append_event(run, "submitted", job_id="2"),  # so the owner's number tells nothing
+        ],
+        "the journal has lost 1 attempt",
+    ),
     "nothing left": (
         lambda run: [
             shutil.rmtree(run.ledger),

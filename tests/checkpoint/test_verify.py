@@ -146,7 +146,7 @@ def test_a_manifest_that_breaks_its_specification_is_refused_with_its_path(save:
         read_manifest(final)
 
 
-_EPOCH_CHANGED = b"digest"
+_ATTEMPT_CHANGED = b"digest"
 
 
 @pytest.mark.parametrize(
@@ -162,12 +162,12 @@ _EPOCH_CHANGED = b"digest"
             b'{"save_seconds":NaN}',
             b'{"save_seconds":1e5000}',
         ),
-        *(b'{"step":' + b"9" * 5000 + b"}", b"[" * 100_000, b"\xff\xfe", _EPOCH_CHANGED),
+        *(b'{"step":' + b"9" * 5000 + b"}", b"[" * 100_000, b"\xff\xfe", _ATTEMPT_CHANGED),
     ],
 )
 def test_a_manifest_that_is_none_or_has_another_digest_is_refused(save: Save, text: bytes) -> None:
     final = save(1)
-    if text == _EPOCH_CHANGED:
+    if text == _ATTEMPT_CHANGED:
         raw = json.loads((final / "manifest.json").read_text())
         text = json.dumps(raw | {"attempt": 99}).encode()
     (final / "manifest.json").write_bytes(text)

@@ -609,6 +609,31 @@ def test_a_hang_writes_stacks_and_is_then_a_crash_with_a_budget_of_its_own() -> 
     assert saving.then(hung()) == [], "a save before the end has a deadline of its own"
 
 
+def test_a_crash_uses_up_no_budget_of_hangs_and_ranks_that_train_make_what_is_absent_the_environments_fault() -> (
+    None
+):
+    mixed = training()
+    for _ in range(LIMITS.crash_budget):
+        for event in (
+            inputs.NodeFailed("n1", "killed"),
+            inputs.RanksEnded(1),
+            inputs.BackoffOver(0),
+            progress(),
+        ):
+            mixed.then(event)
+    mixed.then(hung(mixed.model.restart))
+    assert kinds(mixed.then(inputs.RanksEnded(9))) == [act.Pause]
+    mixed.then(inputs.BackoffOver(0))
+    # No attempt before this one has trained: its own ranks have.
+    mixed.then(inputs.NodeFailed("n1", f"{NOT_SET_UP}: slurm.setup"))
+    assert kinds(mixed.then(inputs.RanksEnded(1))) == [act.Pause]
+    assert [kind for kind, _ in mixed.model.failed] == [
+        *("crash",) * LIMITS.crash_budget,
+        "hang",
+        "environment",
+    ]
+
+
 def test_processes_that_do_not_end_are_ended_and_the_run_is_done() -> None:
     story = training()
     for rank in range(2):

@@ -281,7 +281,8 @@ SHOWN: dict[_Cell, str] = {
         "daemon/test_resume.py::test_a_tier_gives_back_what_is_signed_and_nothing_else"
     ),
     ("RUN's ledger", "lies"): (
-        "runtime_state/test_ledger.py::test_every_cut_of_the_tail_loses_only_the_record_that_was_cut"
+        "runtime_state/test_ledger.py::"
+        "test_what_is_read_is_what_was_written_and_not_torn_damaged_or_taken_back"
     ),
     ("data, model, image and code, as an attempt begins", "fails"): (
         "daemon/test_lead_local.py::test_storage_that_is_away_at_the_start_costs_one_start_and_not_the_job"

@@ -63,7 +63,7 @@ def test_a_save_that_somebody_asks_for_stops_nothing_and_the_run_says_how_often(
 
 
 def test_behind_its_last_step_no_further_one_is_trained(tmp_path: Path, framework: Any) -> None:
-    """Left alone, transformers 5.10 trains one more: 7 steps are an attempt and two steps."""
+    """Left alone, transformers 5.10 trains one more: 7 steps are an epoch and two steps."""
     run, again = Run(tmp_path / "run"), Daemon()
     first = framework.Life(run.life(Daemon()), max_steps=7)
     second = framework.Life(run.life(again), max_steps=7)
@@ -72,7 +72,7 @@ def test_behind_its_last_step_no_further_one_is_trained(tmp_path: Path, framewor
     assert torch.equal(first.weights, second.weights)
 
 
-@pytest.mark.parametrize("last", [5, 7], ids=["of-an-attempt", "in-an-attempt"])
+@pytest.mark.parametrize("last", [5, 7], ids=["of-an-epoch", "in-an-epoch"])
 def test_asked_at_its_last_step_it_is_done_and_not_stopped(tmp_path: Path, framework: Any, last: int) -> None:
     daemon = Daemon({last: stop()})
     assert not framework.Life(Run(tmp_path / "run").life(daemon), max_steps=last).stopped

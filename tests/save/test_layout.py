@@ -160,7 +160,7 @@ def test_few_ranks_have_an_index_without_runs() -> None:
 
 def test_an_index_that_no_rank_could_read_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise its checkpoints would verify, and nothing could resume from them."""
-    monkeypatch.setattr(layout, "MAX_INDEX_BYTES", 500)
+    monkeypatch.setattr(layout.tensor_index, "MAX_INDEX_BYTES", 500)
     with pytest.raises(ConfigError, match="more pieces than a checkpoint can name"):
         fsdp(20).plans([3])
 

@@ -103,7 +103,7 @@ def test_a_periodic_save_is_not_read_back_on_the_nodes_unless_shared_storage_fai
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
-    monkeypatch.setattr(second_copy, "part_problems", lambda part: read.append(part.name) or [])
+    monkeypatch.setattr(second_copy.local_copy, "part_problems", lambda part: read.append(part.name) or [])
     assert world.save(1).problem == ""
     assert read == []
     with gate(world.paths.root) as shared:

@@ -123,7 +123,7 @@ def test_a_copy_on_the_local_disk_alone_is_read_back(
     def rotten(part: LocalPart) -> list[str]:
         return ["actor/rank_0000.bin: sha256 wrong"]
 
-    monkeypatch.setattr(second_copy, "part_problems", rotten)
+    monkeypatch.setattr(second_copy.local_copy, "part_problems", rotten)
     _lose_shared_storage(run)
     with pytest.raises(RanksFailed, match="failed"):
         _save(run, local, Parts())

@@ -202,12 +202,13 @@ def test_an_srun_that_is_killed_before_the_lead_takes_no_agent_with_it(run: Live
 
 
 @pytest.mark.scenario("L09", "L10")
-@pytest.mark.usefixtures("ranks_without_torch")  # that its ranks replay their rollouts: test_campaign.py
 @pytest.mark.parametrize("which", ["the lead's", pytest.param("another", marks=pytest.mark.soak)])
 def test_a_dead_node_is_left_to_slurm_and_the_run_goes_on_elsewhere(
-    run: LiveRun, cluster: DevCluster, which: str
+    run: LiveRun, twin: LiveRun, cluster: DevCluster, which: str, request: pytest.FixtureRequest
 ) -> None:
-    run.argv.append("train.steps=1000")  # Slurm takes its time to miss a node
+    if which == "another":  # that the run ends like its twin: the other one shows it
+        request.getfixturevalue("ranks_without_torch")
+        run.argv.append("train.steps=1000")  # Slurm takes its time to miss a node
     run.submit()
     run.wait_phase("generate")
     lost = run.facts().batch_host if which == "the lead's" else run.other_nodes()[0]
@@ -216,7 +217,10 @@ def test_a_dead_node_is_left_to_slurm_and_the_run_goes_on_elsewhere(
     try:
         run.wait_event("started", requeues=1)
         assert lost not in run.events("started")[-1]["nodes"].split(",")
-        run.wait_event("training", attempt=2)
+        if which == "another":
+            run.wait_event("training", attempt=2)
+        else:
+            ends_like(run, twin)
     finally:
         restore_node(cluster, lost)
 

@@ -182,7 +182,7 @@ def test_one_step_changes_the_coefficient_by_two_percent_at_most() -> None:
 
 def test_a_penalty_that_is_off_or_fixed_stays_and_its_window_is_kept() -> None:
     assert AdaptiveKL(coef=0.0, target=0.1, size=4).update(7.0).coef == 0.0
-    kl = AdaptiveKL(coef=0.5, target=1.0, size=2, fixed=True).update(9.0).update(7.0).update(8.0)
+    kl = AdaptiveKL(coef=0.5, target=None, size=2).update(9.0).update(7.0).update(8.0)
     assert (kl.coef, kl.window) == (0.5, (7.0, 8.0))
 
 

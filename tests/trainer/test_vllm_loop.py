@@ -19,6 +19,7 @@ from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config import load
 from verl_slurm.config.schema import DistributedConfig
 from verl_slurm.quickstart import tiny_model as quickstart_model
+from verl_slurm.quickstart.arithmetic_data import build_data
 
 pytestmark = [
     pytest.mark.torch,
@@ -31,8 +32,8 @@ pytestmark = [
 
 class VLLMRuns(Runs):
     def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        self._model = quickstart_model.build_model(root / "wide", head_dim=32)
+        model = quickstart_model.build_model(root / "wide", head_dim=32)
+        super().__init__(root, model, build_data(root / "data"))
 
     def make_with(self, name: str, *, tensor_parallel: int, trainer_tensor_parallel: int = 1) -> RunPaths:
         paths = self.make(name)

@@ -120,10 +120,10 @@ def _parse(
         data["verl"] = flattened(ours | settings_of(verl))
     # Before the conversion: msgspec would name an unknown key without its line and without a near one.
     unknown = list(_unknown(data, places, source))
-    wrong += unknown
+    wrong += [(".".join(path), error) for path, error in unknown]
     missing = _missing(data)
-    for dotted, _ in unknown:
-        _drop(data, dotted)
+    for path, _ in unknown:
+        _drop(data, path)
     config = _convert(data, places, source, wrong)
     # Last: they go by typed values, defaults included.
     if not wrong:
@@ -144,17 +144,21 @@ def _not_together(complaint: Complaint, source: str) -> ConfigError:
     )
 
 
-def _drop(data: dict[str, Value], dotted: str) -> bool:
-    """Removes a key, and each section that held nothing else; returns whether it was there."""
+def _drop(data: dict[str, Value], path: typing.Sequence[str]) -> bool:
+    """Removes a key, and each section that held nothing else; returns whether it was there.
+
+    Args:
+        path: names, the outermost first. A file's own may have dots in them.
+    """
     section: typing.Any = data
-    *above, last = dotted.split(".")
+    *above, last = path
     for name in above:
         section = section.get(name) if isinstance(section, dict) else None
     if not isinstance(section, dict) or last not in section:
-        return bool(above) and _drop(data, ".".join(above))
+        return bool(above) and _drop(data, above)
     del section[last]
     if above and not section:
-        _drop(data, ".".join(above))
+        _drop(data, above)
     return True
 
 
@@ -369,18 +373,36 @@ def _sections() -> frozenset[str]:
 
 
 def _unknown(
-    data: typing.Mapping[str, Value], places: dict[str, str], source: str, above: str = ""
-) -> typing.Iterator[tuple[str, ConfigError]]:
-    """Yields each unknown key with its error. Of an unknown section each key: it shows best what was meant."""
+    data: typing.Mapping[str, Value], places: dict[str, str], source: str, above: tuple[str, ...] = ()
+) -> typing.Iterator[tuple[tuple[str, ...], ConfigError]]:
+    """Yields the names that lead to each unknown key, with its error. Of an unknown section each key: it shows best
+    what was meant.
+    """
     keys = known_keys()
     for name, value in data.items():
-        dotted = f"{above}{name}"
+        path = (*above, name)
+        dotted = ".".join(path)
+        place = places.get(dotted, source)
+        # As a word of the command line has it, `train.steps: 5`; in a file that is one name, and none of ours.
+        if "." in name:
+            yield path, _unknown_key(dotted, place) or _dotted_name(dotted, place)
+            continue
         inside = isinstance(value, dict) and value and dotted not in VERLS_SECTIONS
         if inside and (dotted in _sections() or _takes_no_section(keys.get(dotted))):
             assert isinstance(value, dict)
-            yield from _unknown(value, places, source, f"{dotted}.")
-        elif problem := _unknown_key(dotted, places.get(dotted, source)):
-            yield dotted, problem
+            yield from _unknown(value, places, source, path)
+        elif problem := _unknown_key(dotted, place):
+            yield path, problem
+
+
+def _dotted_name(dotted: str, place: str) -> ConfigError:
+    section, _, key = dotted.partition(".")
+    return ConfigError(
+        "no such key",
+        where=place if place.endswith(dotted) else f"{place}: {dotted}",
+        expected=f"a line `{section}:`, and `{key}` indented below it",
+        remedy="a file has sections; KEY=VALUE behind it has dots",
+    )
 
 
 def _takes_no_section(annotation: object) -> bool:
@@ -450,7 +472,7 @@ def _convert(
         place = places.get(known, source)
         while known and known not in keys:
             known = known.rpartition(".")[0]
-        if not _drop(data, known):
+        if not _drop(data, known.split(".")):
             continue  # another entry of it was wrong
         wrong.append((known, _wrong_value(dotted, value, expected, place, known)))
     return msgspec.convert(data, RunConfig, strict=True)
