@@ -80,7 +80,7 @@ def several_parts() -> bytes:
 def test_a_black_hole_is_given_up_and_the_next_attempt_goes_on_behind_it(line: Line) -> None:
     data = several_parts()
     with pytest.raises(KeyboardInterrupt):  # some of it is there
-        line.place().put(KEY, entry(data), Bytes(data, die_at=3))
+        line.place().put(KEY, entry(data), Bytes(data, die_at=-(-len(data) // PART)))
     line.chaos.stall = True
     impatient = line.place(read_s=0.1, attempts=2)
     for use in (
