@@ -376,7 +376,7 @@ def check(case: Case, place: Place, good: Callable[..., Measured]) -> None:
     case.spoil(place)
     done = place.ask(case.command, case.module)
     assert done.peak_mb < before.peak_mb + ROOM_MB, done.err
-    assert done.seconds < before.seconds + 60
+    assert done.seconds < before.seconds + 150, "a look at data ends itself after 120 s"
     assert ExitCode.USAGE not in (before.code, done.code), done.err
     if case.code == "refused":
         assert done.code not in (0, ExitCode.INTERNAL), done.out
@@ -399,7 +399,7 @@ def test_a_hole_in_a_small_file_is_never_read_into_memory(
 @pytest.mark.scenario("SEC05")
 @pytest.mark.parametrize(
     "case",
-    # Eight million columns take a reader of tables twenty seconds.
+    # Eight million columns keep a reader of tables at work until it is ended.
     [
         pytest.param(case, id=name, marks=[pytest.mark.long] * name.endswith("table"))
         for name, case in SWELLING.items()
