@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, TypeVar
 
+from verl_slurm.checkpoint.format.specification import CHUNK_BYTES
+
 LANES = 16
-_CHUNK_BYTES = 4 << 20
-"""As of `format.specification.CHUNK_BYTES`."""
 FEWEST = 8
 """A batch of sixteen takes as long as eight chunks by hashlib, however few of its lanes are used."""
 
@@ -100,8 +100,8 @@ def process_hasher(*, reading: bool = False) -> Hasher:
 def _agrees(lanes: Callable[[int], Any]) -> bool:
     """Returns whether it matches hashlib's digests on every lane: every padding length, whole blocks, uneven
     lengths."""
-    memory = memoryview(bytes(range(251)) * (_CHUNK_BYTES // 251 + 2))
-    lengths = [[size] * LANES for size in (0, 1, 55, 56, 63, 64, 119, 120, 128, 4096, 8191, _CHUNK_BYTES)]
+    memory = memoryview(bytes(range(251)) * (CHUNK_BYTES // 251 + 2))
+    lengths = [[size] * LANES for size in (0, 1, 55, 56, 63, 64, 119, 120, 128, 4096, 8191, CHUNK_BYTES)]
     # Different lengths side by side: lanes that end early must not disturb the others.
     lengths += [[lane * 61 for lane in range(count)] for count in range(1, LANES + 1)]
     batches = [[memory[3 * lane :][:size] for lane, size in enumerate(sizes)] for sizes in lengths]

@@ -187,6 +187,11 @@ def slurm_conf(options: ClusterOptions, layout: ClusterLayout, settings: Mapping
         lines.append("GresTypes=gpu")
     lines = [line for line in lines if line.partition("=")[0] not in settings]
     lines += [f"{name}={value}" for name, value in settings.items()]
+    return "\n".join([*lines, *_nodes_and_partitions(options, layout)]) + "\n"
+
+
+def _nodes_and_partitions(options: ClusterOptions, layout: ClusterLayout) -> list[str]:
+    lines = []
     for name, port in zip(node_names(options.nodes), layout.ports[1:], strict=True):
         gpus = f" Gres=gpu:{len(layout.gpus[name])}" if name in layout.gpus else ""
         lines.append(
@@ -203,7 +208,7 @@ def slurm_conf(options: ClusterOptions, layout: ClusterLayout, settings: Mapping
         f"PartitionName={URGENT} Nodes=ALL PriorityTier=10 PreemptMode=OFF "
         "DefaultTime=10 MaxTime=1440 State=UP"
     )
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def cgroup_conf(version: tuple[int, int]) -> str:

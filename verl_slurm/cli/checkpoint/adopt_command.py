@@ -100,19 +100,16 @@ def adopt(
             rows = _into_run(held, plan, judged, bar, take_all, link, dry_run)
         # After the run has its copies: a failure there leaves DIR as it was. Without a whole step nothing is written,
         # as any number would be wrong.
-        repaired, problem = tracker.needs_repair and not keep_tracker and not dry_run, ""
-        if repaired := repaired and tracker.wanted is not None:
-            try:
-                write_tracker(directory, tracker.wanted or 0)
-            except OSError as error:  # an archive, or another user's: a run can take it over all the same
-                repaired, problem = False, error.strerror or str(error)
+        wanted = tracker.wanted if tracker.needs_repair and not keep_tracker and not dry_run else None
+        problem = "" if wanted is None else _point_tracker(directory, wanted)
+    repaired = wanted is not None and not problem
+    tracker_facts = {"newest_whole": tracker.wanted, "repaired": repaired, "found": tracker.line}
     facts = {
         "directory": str(directory),
         "run_dir": None if plan is None else str(plan.run_dir),
         "dry_run": dry_run,
         "steps": [_facts(row) for row in rows],
-        "tracker": render.picked(tracker, "state step")
-        | {"newest_whole": tracker.wanted, "repaired": repaired, "found": tracker.line},
+        "tracker": render.picked(tracker, "state step") | tracker_facts,
         # Of whole steps alone: a broken one is not taken, so what could not be checked in it does not matter.
         "unchecked": sorted({name for one in judged if one.ok for name in one.unchecked}),
     }
@@ -126,6 +123,15 @@ def adopt(
         return ExitCode.CORRUPT
     # Without a run the tracker was all that was asked for; beside one it is an extra.
     return ExitCode.PERMISSION if problem and plan is None else ExitCode.OK
+
+
+def _point_tracker(directory: Path, step: int) -> str:
+    """Points verl's tracker to a step; returns why it could not; empty: it does."""
+    try:
+        write_tracker(directory, step)
+    except OSError as error:  # an archive, or another user's: a run can take it over all the same
+        return error.strerror or str(error)
+    return ""
 
 
 def _require_directory(directory: Path) -> Path:
