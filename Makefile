@@ -136,7 +136,7 @@ lint: setup
 	$(BIN)/lint-imports
 
 # Two at a time: the tests on Slurm wait much of their time. Each worker of a lane has a cluster of its own.
-test: setup prometheus accounting browser ## linters, and the tests, the real-Slurm ones included (11 minutes on two cores)
+test: setup prometheus accounting browser ## linters, and the tests, the real-Slurm ones included (12 minutes on two cores)
 	@VERL_SLURM_VARIANTS=0 $(MAKE) --no-print-directory -k -j3 lint test-slurm test-rest
 
 # Those with jobs of Slurm and Ray first, which wait about half of their time; three at a time. The others keep both cores
