@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import psutil
 
 from tests.harness import LiveRun
-from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.conf import ClusterOptions
+from verl_slurm.slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.conf import ClusterOptions
 
 
 def _cpu_s(process: psutil.Process) -> float:

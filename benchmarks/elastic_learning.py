@@ -27,10 +27,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tests.harness import LiveRun
 from verl_slurm.config.load import load_resolved
-from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.conf import ClusterOptions
-from verl_slurm.devcluster.faults import fail_node, restore_node
 from verl_slurm.journal.steps import last_steps
+from verl_slurm.slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.conf import ClusterOptions
+from verl_slurm.slurm.devcluster.faults import fail_node, restore_node
 
 _FIRST_LOSS, _REQUEUE, _SECOND_LOSS = 3, 10, 16
 """After so many steps; the quick start has 24."""

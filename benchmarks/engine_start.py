@@ -26,7 +26,7 @@ from benchmarks.restart_in_place import ours
 from benchmarks.save.machine import environment
 from tests.processes import python_path
 from verl_slurm.base.files import private_dir
-from verl_slurm.quickstart.tiny_model import build_model
+from verl_slurm.trainer.quickstart.tiny_model import build_model
 
 _SETTINGS = ("rollout.engine=vllm", "rollout.max_new_tokens=4")
 _PEER = """

@@ -37,15 +37,15 @@ from tests.harness import LiveRun
 from verl_slurm.base.one_line import json_line
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import load
-from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.conf import ClusterOptions
-from verl_slurm.devcluster.faults import preempt
 from verl_slurm.journal import events as ev
 from verl_slurm.journal.files import parse_event, read_events, to_json
 from verl_slurm.journal.history import History
 from verl_slurm.plan.calibrate import happened, measure, strikes_again
 from verl_slurm.plan.plan_inputs import KnownValue, cadence_of, complete, model_of, schedule_of
 from verl_slurm.plan.simulate import RunModel, simulate
+from verl_slurm.slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.conf import ClusterOptions
+from verl_slurm.slurm.devcluster.faults import preempt
 from verl_slurm.wire.environment import RUN_VARIABLE
 
 _ROOT = Path(__file__).parents[1]

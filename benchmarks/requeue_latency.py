@@ -36,11 +36,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import msgspec
 
 from tests.harness import LiveRun
-from verl_slurm.demo import timings
-from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.conf import ClusterOptions
-from verl_slurm.devcluster.faults import fail_node, preempt, restore_node
+from verl_slurm.cli.setup.demo_run import timings
 from verl_slurm.journal.files import read_events
+from verl_slurm.slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.conf import ClusterOptions
+from verl_slurm.slurm.devcluster.faults import fail_node, preempt, restore_node
 
 _HELD = 3
 """Nodes of a job whose ranks have two, and that has a spare one."""

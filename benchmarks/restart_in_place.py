@@ -39,8 +39,8 @@ from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.journal import events as ev
 from verl_slurm.journal.files import read_events
-from verl_slurm.quickstart.tiny_model import build_model
 from verl_slurm.submit.submission import carry_out, plan_submission
+from verl_slurm.trainer.quickstart.tiny_model import build_model
 
 T = TypeVar("T")
 _ROOT = Path(__file__).parents[1]
@@ -211,7 +211,7 @@ def _ranks(lead: int) -> list[psutil.Process]:
             words = process.cmdline()
         except psutil.Error:
             continue
-        if words[3:4] == ["verl_slurm.rendezvous"]:
+        if words[3:4] == ["verl_slurm.loops.rendezvous"]:
             found.append(process)
     return found
 

@@ -34,9 +34,9 @@ from benchmarks.curves import lines
 from benchmarks.save.machine import environment
 from tests.harness import LiveRun
 from tests.processes import python_path
-from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.conf import PREEMPTIBLE, ClusterOptions
-from verl_slurm.devcluster.faults import preempt
+from verl_slurm.slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.conf import PREEMPTIBLE, ClusterOptions
+from verl_slurm.slurm.devcluster.faults import preempt
 
 _ROOT = Path(__file__).parents[1]
 STEPS = 80

@@ -235,8 +235,8 @@ def main(argv: list[str] | None = None) -> int:
     if options.small:
         options.ranks, options.rounds, options.responses, options.mini, options.pieces = [1], 2, 16, 8, []
         options.patience = 0.0
-    from verl_slurm.quickstart.__main__ import resolve_data, resolve_model
-    from verl_slurm.quickstart.arithmetic_data import sums
+    from verl_slurm.trainer.quickstart.__main__ import resolve_data, resolve_model
+    from verl_slurm.trainer.quickstart.arithmetic_data import sums
 
     directory = Path(tempfile.mkdtemp(prefix="tokens_per_second.", dir=options.directory))
     draw, record = random.Random(0), {}

@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tests.slurm_cluster.verl_runs import end, one
 from tests.slurm_cluster.vllm_runs import LINEARS, SESSIONS, environment, logged, make_run, wait_for_tokens
-from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.conf import ClusterOptions
-from verl_slurm.devcluster.faults import preempt
+from verl_slurm.slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.conf import ClusterOptions
+from verl_slurm.slurm.devcluster.faults import preempt
 
 LENGTH = 300
 NO_LEDGER = {

@@ -14,8 +14,8 @@ from hypothesis import settings
 from tests.lanes import has_variants
 from tests.processes import NO_TORCH, python_path
 from verl_slurm.base.errors import SlurmMissing
-from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.conf import ClusterOptions
+from verl_slurm.slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.conf import ClusterOptions
 
 # The same examples at every run: a test that fails now and then hinders everybody, and tells nobody in time.
 # To look for new ones: HYPOTHESIS_PROFILE=explore.

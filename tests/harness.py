@@ -24,9 +24,9 @@ from tests.lines import follow_lines
 from tests.processes import captured, tell
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.journal.events import KINDS
 from verl_slurm.journal.status import read_status
+from verl_slurm.slurm.devcluster.cluster import DevCluster
 from verl_slurm.slurm.facts import JobFacts
 from verl_slurm.slurm.slurm_client import SlurmClient
 from verl_slurm.wire.environment import LOG_VARIABLE

@@ -14,8 +14,8 @@ from tests.processes import captured
 from verl_slurm.base.errors import NotFound
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.cli.__main__ import main
-from verl_slurm.demo import timings
-from verl_slurm.devcluster.machine import real_gpus
+from verl_slurm.cli.setup.demo_run import timings
+from verl_slurm.slurm.devcluster.machine import real_gpus
 
 QUICK = (*SMALL, "train.steps=6", "train.batch_size_per_device=192")
 
@@ -69,7 +69,7 @@ def test_from_any_directory_the_quick_start_is_found(monkeypatch: pytest.MonkeyP
         asked.append(config)
         raise NotFound("no demo")
 
-    monkeypatch.setattr("verl_slurm.demo.run_demo", run_demo)
+    monkeypatch.setattr("verl_slurm.cli.setup.demo_command.run_demo", run_demo)
     monkeypatch.chdir(tmp_path)
     assert main(["demo"]) == ExitCode.NOT_FOUND
     assert asked == [ROOT / "configs/quickstart.yaml"]
@@ -94,7 +94,7 @@ def test_the_demo_asks_for_a_gpu_where_there_is_one(
         seen.append(overrides)
         raise NotFound("no demo")
 
-    monkeypatch.setattr("verl_slurm.demo.run_demo", run_demo)
+    monkeypatch.setattr("verl_slurm.cli.setup.demo_command.run_demo", run_demo)
     monkeypatch.setattr("verl_slurm.cli.setup.demo_command.real_gpus", lambda: gpus)
     monkeypatch.setattr("importlib.metadata.version", lambda _: torch)
     assert main(["demo", *words, "--dir", "nowhere"]) == ExitCode.NOT_FOUND

@@ -96,7 +96,7 @@ def test_an_unquoted_word_of_a_command_is_found() -> None:
 
 
 BY_NAME = {
-    "demo.py",  # its own run
+    "cli/setup/demo_run.py",  # its own run
     "base/memory.py",  # /proc and /sys
     "base/mounts.py",  # /proc
     "base/packages.py",  # its own metadata

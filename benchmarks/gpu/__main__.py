@@ -26,9 +26,9 @@ from benchmarks.gpu.saves import measure_saves, why_not
 from benchmarks.save.machine import environment
 from verl_slurm.base.files import private_dir
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.quickstart.arithmetic_data import build_data
-from verl_slurm.quickstart.tiny_model import build_model
 from verl_slurm.trainer.place import Place, process_group
+from verl_slurm.trainer.quickstart.arithmetic_data import build_data
+from verl_slurm.trainer.quickstart.tiny_model import build_model
 
 _RESULTS = Path(__file__).resolve().parents[1] / "results"
 _DRIVER = Path("/proc/driver/nvidia/version")

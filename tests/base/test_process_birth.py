@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from verl_slurm.base.processes import KnownProcess, birth_of, known
-from verl_slurm.devcluster.cluster_processes import list_members
+from verl_slurm.slurm.devcluster.cluster_processes import list_members
 
 
 def test_a_process_keeps_its_birth_over_an_exec_and_another_has_its_own() -> None:

@@ -14,7 +14,7 @@ from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.cli.setup.init import Offer, parse_place
 from verl_slurm.config.load import load
-from verl_slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.cluster import DevCluster
 from verl_slurm.slurm.facts import PartitionFacts
 
 Cli = Callable[..., Any]

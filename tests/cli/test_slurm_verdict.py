@@ -8,7 +8,7 @@ import pytest
 
 from tests.builders import run_config
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.cluster import DevCluster
 from verl_slurm.submit.checks.slurm_answers import refusal, refused_keys
 
 Cli = Callable[..., Any]

@@ -13,7 +13,7 @@ import pytest
 
 from tests.lines import follow_lines
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.cluster import DevCluster
 
 pytestmark = pytest.mark.slurm
 Cli = Callable[..., Any]

@@ -104,7 +104,7 @@ def test_ranks_die_with_their_launcher_and_not_of_slurms_warnings(tmp_path: Path
 def test_a_traceback_begins_with_the_programs_own_first_line(tmp_path: Path, kind: str) -> None:
     (tmp_path / "broken.py").write_text("def f():\n    raise ValueError(__name__)\nf()\n")
     program = [str(tmp_path / "broken.py")] if kind == "file" else ["-m", "broken"]
-    argv = [sys.executable, "-P", "-m", "verl_slurm.rendezvous", *program]
+    argv = [sys.executable, "-P", "-m", "verl_slurm.loops.rendezvous", *program]
     environ = {**os.environ, **python_path(tmp_path)}
     done = subprocess.run(argv, capture_output=True, text=True, env=environ, timeout=60, check=False)
     assert done.returncode == 1

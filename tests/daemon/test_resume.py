@@ -28,9 +28,9 @@ from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.commit import commit
 from verl_slurm.checkpoint.store.pruning import apply_prune
 from verl_slurm.checkpoint.store.scrub import scrub_one
+from verl_slurm.checkpoint.tiers.mover import sync
 from verl_slurm.config.schema import CheckpointConfig
 from verl_slurm.runtime_state.segment import HEAD_BYTES
-from verl_slurm.tiers.mover import sync
 
 
 def save(paths: RunPaths, step: int, safe_point: int = 0, **changes: object) -> Path:

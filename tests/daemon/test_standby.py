@@ -46,7 +46,7 @@ def _standbys(process: "subprocess.Popen[str]", count: int = 2) -> list[psutil.P
 
 
 def _ranks(process: "subprocess.Popen[str]") -> list[psutil.Process]:
-    return [one for one in _below(process, "verl_slurm.rendezvous") if "--imports" not in one.cmdline()]
+    return [one for one in _below(process, "verl_slurm.loops.rendezvous") if "--imports" not in one.cmdline()]
 
 
 def test_a_killed_rank_is_replaced_by_one_that_stood_by_and_the_run_ends_bit_for_bit_alike(

@@ -14,9 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from verl_slurm.base.files import write_file
-from verl_slurm.devcluster import machine
-from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.conf import URGENT, ClusterLayout, ClusterOptions
+from verl_slurm.slurm.devcluster import machine
+from verl_slurm.slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.conf import URGENT, ClusterLayout, ClusterOptions
 
 _START_S = 30.0
 

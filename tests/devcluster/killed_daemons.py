@@ -4,9 +4,9 @@ import asyncio
 import time
 from typing import Literal
 
-from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.cluster_processes import end_all
-from verl_slurm.devcluster.state import locked
+from verl_slurm.slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.cluster_processes import end_all
+from verl_slurm.slurm.devcluster.state import locked
 from verl_slurm.slurm.slurm_client import SlurmClient
 
 _Daemon = Literal["slurmctld", "munged"]

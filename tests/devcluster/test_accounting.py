@@ -8,9 +8,9 @@ import pytest
 
 from tests.devcluster.accounting import AccountedCluster
 from tests.processes import captured
-from verl_slurm.devcluster import machine
-from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.cluster_processes import list_members
+from verl_slurm.slurm.devcluster import machine
+from verl_slurm.slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.cluster_processes import list_members
 
 NEEDS_SLURMDBD = pytest.mark.skipif(
     any(shutil.which(name, path=machine.EXTRA_PATH) is None for name in ("slurmdbd", "mariadbd")),

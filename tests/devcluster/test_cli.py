@@ -9,8 +9,8 @@ from click.testing import CliRunner
 from verl_slurm.base.errors import ConfigError, NotFound
 from verl_slurm.base.processes import boot_id
 from verl_slurm.cli.setup.devcluster import devcluster as command
-from verl_slurm.devcluster.conf import ClusterOptions
-from verl_slurm.devcluster.state import ClusterState, write_state
+from verl_slurm.slurm.devcluster.conf import ClusterOptions
+from verl_slurm.slurm.devcluster.state import ClusterState, write_state
 
 COMMANDS = ("start", "stop", "status", "preempt", "fail-node", "env")
 

@@ -15,11 +15,11 @@ import pytest
 from tests.devcluster.killed_daemons import await_saved_state, fail_daemon, restore_daemon
 from verl_slurm.base.errors import ConfigError, NotFound, SlurmMissing, SlurmRefused
 from verl_slurm.base.processes import KnownProcess, known
-from verl_slurm.devcluster import cluster as cluster_module
-from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.cluster_processes import end_all, list_members
-from verl_slurm.devcluster.conf import ClusterOptions
-from verl_slurm.devcluster.faults import fail_node, preempt, restore_node
+from verl_slurm.slurm.devcluster import cluster as cluster_module
+from verl_slurm.slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.cluster_processes import end_all, list_members
+from verl_slurm.slurm.devcluster.conf import ClusterOptions
+from verl_slurm.slurm.devcluster.faults import fail_node, preempt, restore_node
 from verl_slurm.slurm.facts import JobFacts
 from verl_slurm.slurm.slurm_client import SlurmClient
 
@@ -203,7 +203,7 @@ def test_a_directory_that_slurm_cannot_use_is_refused_before_anything(name: str)
 def test_a_daemon_that_does_not_come_up_is_quoted_and_cleaned_up(monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory(prefix="vs-") as directory:
         monkeypatch.setattr(
-            "verl_slurm.devcluster.conf.slurm_conf", lambda *_: "ClusterName=x\nNoSuchKey=1\n"
+            "verl_slurm.slurm.devcluster.conf.slurm_conf", lambda *_: "ClusterName=x\nNoSuchKey=1\n"
         )
         cluster = DevCluster(directory)
         with pytest.raises(SlurmRefused, match="slurmctld did not start"):
@@ -212,7 +212,7 @@ def test_a_daemon_that_does_not_come_up_is_quoted_and_cleaned_up(monkeypatch: py
 
 
 def test_without_the_programs_the_packages_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("verl_slurm.devcluster.machine.EXTRA_PATH", "/nonexistent")
+    monkeypatch.setattr("verl_slurm.slurm.devcluster.machine.EXTRA_PATH", "/nonexistent")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SlurmMissing, match="apt-get install slurm-wlm munge"):
         DevCluster(tmp_path / "c").start()

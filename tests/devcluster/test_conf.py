@@ -4,7 +4,7 @@ from typing import Literal
 import msgspec
 import pytest
 
-from verl_slurm.devcluster.conf import ClusterLayout, ClusterOptions, cgroup_conf, slurm_conf
+from verl_slurm.slurm.devcluster.conf import ClusterLayout, ClusterOptions, cgroup_conf, slurm_conf
 
 
 def layout(version: tuple[int, int] = (22, 5)) -> ClusterLayout:

@@ -10,8 +10,8 @@ import pytest
 from tests.devcluster.places import NOBODY, PLACES, home_of_nobody, run_in
 from tests.test_demo import QUICK
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.devcluster import fixed_groups
-from verl_slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster import fixed_groups
+from verl_slurm.slurm.devcluster.cluster import DevCluster
 
 # $1 is Python, $2 the cluster's directory.
 _STORY = """
@@ -60,7 +60,7 @@ def test_a_job_is_preempted_as(place: str, home: Path) -> None:
 def test_a_user_without_a_name_is_refused_before_anything_is_made(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("verl_slurm.devcluster.machine.find_programs", lambda: {})
+    monkeypatch.setattr("verl_slurm.slurm.devcluster.machine.find_programs", lambda: {})
     monkeypatch.setattr("os.geteuid", lambda: 424_242)
     with pytest.raises(ConfigError, match="no line for uid 424242"):
         DevCluster(tmp_path / "c").start()

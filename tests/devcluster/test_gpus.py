@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from tests.processes import captured
-from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.conf import ClusterOptions, deal_gpus
-from verl_slurm.devcluster.machine import real_gpus
+from verl_slurm.slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.conf import ClusterOptions, deal_gpus
+from verl_slurm.slurm.devcluster.machine import real_gpus
 
 COUNTED = Path("/c/gpus")
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.harness import SMALL
 from tests.processes import tell
-from verl_slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.cluster import DevCluster
 
 pytestmark = pytest.mark.slurm
 

@@ -10,7 +10,7 @@ import msgspec
 import psutil
 import pytest
 
-from verl_slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.cluster import DevCluster
 
 pytestmark = pytest.mark.slurm
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import captured
-from verl_slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.cluster import DevCluster
 
 pytestmark = pytest.mark.slurm
 

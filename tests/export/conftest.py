@@ -26,9 +26,9 @@ class Trained:
         import torch
         from transformers import Qwen2ForCausalLM
 
-        from verl_slurm.quickstart.tiny_model import _config, _tokenizer
         from verl_slurm.save.ranks.tensors import initialise_adamw
         from verl_slurm.trainer.models import load_causal_lm, load_critic
+        from verl_slurm.trainer.quickstart.tiny_model import _config, _tokenizer
 
         self.base, self.paths = root / "base", RunPaths(root / "run")
         tokenizer = _tokenizer()

@@ -23,7 +23,7 @@ _NEVER = {
 
 _ASKED_FOR = {
     "verl_slurm/trainer/reward/python.py": ["exec", "compile"],
-    "verl_slurm/rendezvous/rank_start.py": ["compile", "exec"],
+    "verl_slurm/loops/rendezvous/rank_start.py": ["compile", "exec"],
 }
 """What is run because the user's own configuration names it: `model.reward: python:...`, and `trainer.command`."""
 

@@ -31,7 +31,7 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built-in model, hardly trained, with heads of 64: every engine and kernel takes those."""
-    from verl_slurm.quickstart import tiny_model
+    from verl_slurm.trainer.quickstart import tiny_model
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiny_model, "_WARM_STEPS", 20)
@@ -41,6 +41,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def sums_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built-in data's train root."""
-    from verl_slurm.quickstart.arithmetic_data import build_data
+    from verl_slurm.trainer.quickstart.arithmetic_data import build_data
 
     return build_data(tmp_path_factory.mktemp("sums") / "sums")

@@ -16,7 +16,7 @@ from tests.local_runs import lead
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.submit.submission import carry_out, plan_submission
 
-BELOW_RAY = ROOT / "verl_slurm/rendezvous/below_ray"
+BELOW_RAY = ROOT / "verl_slurm/loops/rendezvous/below_ray"
 """On PYTHONPATH of all processes of Ray's."""
 
 SAVES = """
@@ -109,7 +109,9 @@ def require_nothing_listens_but_lead_and_gloo(paths: RunPaths, environ: Mapping[
     assert sum(pid == lead for pid, _, _ in seen) == 1, "the control port"
     assert ranks, "gloo's"
     assert {ip for _, ip, _ in seen} == {"127.0.0.1"}, seen
-    assert {tuple(words[1:4]) for words in ranks.values()} == {("-P", "-m", "verl_slurm.rendezvous")}, seen
+    assert {tuple(words[1:4]) for words in ranks.values()} == {("-P", "-m", "verl_slurm.loops.rendezvous")}, (
+        seen
+    )
 
 
 def environment_of(process: psutil.Process) -> dict[str, str]:

@@ -252,7 +252,7 @@ def test_no_secret_is_in_an_argument_of_any_process(produced: Produced) -> None:
         b"agent",
         b"verl_slurm_daemon.agent.ranks",
         b"verl_slurm.trainer",
-        b"verl_slurm.tiers",
+        b"verl_slurm.checkpoint.tiers",
     ):
         assert any(role in line.split(b"\0") for line in produced.watcher.processes), f"no {role!r} was seen"
     assert found_in(b"\n".join(sorted(lines)), produced.secrets) == []
@@ -288,7 +288,11 @@ def test_no_process_of_a_run_can_leave_a_core_with_a_secret(produced: Produced) 
     checked = 0
     for cmdline, seen in produced.watcher.processes.items():
         words = cmdline.split(b"\0")
-        if b"verl_slurm_daemon" in words or b"verl_slurm.trainer" in words or b"verl_slurm.tiers" in words:
+        if (
+            b"verl_slurm_daemon" in words
+            or b"verl_slurm.trainer" in words
+            or b"verl_slurm.checkpoint.tiers" in words
+        ):
             assert seen.core_limit == "0 0", (words, seen.core_limit)
             # Where cores go to a program (systemd-coredump, apport) the kernel does not look at the limit.
             assert int(seen.dump_filter, 16) == 0, (words, seen.dump_filter)

@@ -556,7 +556,7 @@ def test_a_copy_that_is_handed_back_changes_nothing_in_the_tier_of_its_original(
     for path in there.rglob("*"):
         path.chmod(0o700 if path.is_dir() else 0o600)
     if words == ["sync"]:  # as the lead starts it
-        done = measured_program("verl_slurm.tiers", "sync", "--run", copy)
+        done = measured_program("verl_slurm.checkpoint.tiers", "sync", "--run", copy)
         assert done.err.startswith("a copy, or a run that was moved")
     else:
         done = measured("tiers", *words, copy)

@@ -114,7 +114,7 @@ def test_an_error_is_one_line_whatever_it_is_about() -> None:
 def test_a_server_s_words_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     from botocore.exceptions import ClientError
 
-    from verl_slurm.tiers.s3 import S3Place
+    from verl_slurm.checkpoint.tiers.s3 import S3Place
 
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIACANARY")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary-secret")

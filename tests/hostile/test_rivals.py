@@ -34,10 +34,10 @@ from verl_slurm.checkpoint.store.commit import commit, sweep
 from verl_slurm.checkpoint.store.pruning import apply_prune
 from verl_slurm.checkpoint.store.scrub import scrub_one
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
+from verl_slurm.checkpoint.tiers.fetch import fetch
+from verl_slurm.checkpoint.tiers.mover import sync
+from verl_slurm.checkpoint.tiers.survey import Memory, OpenTier
 from verl_slurm.config.load import parse_config
-from verl_slurm.tiers.fetch import fetch
-from verl_slurm.tiers.mover import sync
-from verl_slurm.tiers.survey import Memory, OpenTier
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ import pytest
 from tests.harness import ROOT
 from tests.hostile.runs_of_ranks import planned, require_nothing_listens_but_lead_and_gloo
 from tests.local_runs import QUICK
-from verl_slurm.quickstart import tiny_model as quickstart_model
+from verl_slurm.trainer.quickstart import tiny_model as quickstart_model
 
 pytestmark = [
     pytest.mark.torch,

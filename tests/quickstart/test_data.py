@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from verl_slurm.base.errors import ConfigError, DataError
-from verl_slurm.quickstart import __main__, build_once
-from verl_slurm.quickstart.__main__ import resolve_data, resolve_model
-from verl_slurm.quickstart.arithmetic_data import build_data, sums
+from verl_slurm.trainer.quickstart import __main__, build_once
+from verl_slurm.trainer.quickstart.__main__ import resolve_data, resolve_model
+from verl_slurm.trainer.quickstart.arithmetic_data import build_data, sums
 
 pytestmark = pytest.mark.torch
 

@@ -7,9 +7,9 @@ import torch
 
 from verl_slurm.config.load import load
 from verl_slurm.config.schema import DataConfig
-from verl_slurm.quickstart import tiny_model
-from verl_slurm.quickstart.__main__ import resolve_data, resolve_model
 from verl_slurm.trainer.data import PromptData, load_tokenizer
+from verl_slurm.trainer.quickstart import tiny_model
+from verl_slurm.trainer.quickstart.__main__ import resolve_data, resolve_model
 from verl_slurm.trainer.reward.scoring import build_reward, decode_responses
 from verl_slurm.trainer.rollout.sampling import HFRollout
 

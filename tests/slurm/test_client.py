@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from verl_slurm.base.errors import NotFound, SlurmMissing, SlurmRefused
-from verl_slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.cluster import DevCluster
 from verl_slurm.slurm.facts import JobFacts
 from verl_slurm.slurm.parse import parse_job
 from verl_slurm.slurm.requeue_rules import RequeueOutcome, is_answer, refuse_requeue

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from verl_slurm.base.errors import SlurmMissing
-from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.slurm import slurm_client as module
+from verl_slurm.slurm.devcluster.cluster import DevCluster
 from verl_slurm.slurm.requeue_rules import refuse_requeue
 from verl_slurm.slurm.runner import Completed
 from verl_slurm.slurm.slurm_client import SlurmClient

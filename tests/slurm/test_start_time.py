@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.cluster import DevCluster
 from verl_slurm.slurm.slurm_client import SlurmClient
 
 SHIM = Path(__file__).parents[1] / "hostile" / "clockshim.c"

@@ -7,7 +7,7 @@ import pytest
 
 from tests.harness import SMALL, LiveRun
 from tests.made_once import made_once
-from verl_slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.cluster import DevCluster
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.harness import ROOT, SMALL, LiveRun, ends_like
-from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.faults import preempt
+from verl_slurm.slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.faults import preempt
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.long]
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.fakes.nvidia_smi import install_nvidia_smi
 from tests.harness import SMALL, LiveRun
-from verl_slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.cluster import DevCluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("ranks_without_torch")]
 

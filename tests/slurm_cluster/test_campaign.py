@@ -22,8 +22,8 @@ from tests.ledger_stats import LedgerStats, ledger_stats
 from tests.loops.served import CONFIG, STEPS, by_hand, overrides as loop_overrides
 from tests.slurm_cluster.cases import CASES, ELASTIC, ENVIRONMENT, settings
 from tests.slurm_cluster.ways import ASIDE, ENVIRONMENT as ENVIRONMENT_WAYS, EVERY_WAY, WAYS, Mischief
-from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.runtime_state import ledger
+from verl_slurm.slurm.devcluster.cluster import DevCluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.timeout(0), pytest.mark.variant]
 

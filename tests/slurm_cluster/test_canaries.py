@@ -8,8 +8,8 @@ import pytest
 from tests.harness import SMALL, LiveRun
 from tests.hostile.planted import KEY, PLANTED, Watcher, found_in, leaks, modes
 from verl_slurm.base.files import private_dir, write_file
-from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.faults import preempt
+from verl_slurm.slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.faults import preempt
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.long]
 

@@ -10,8 +10,8 @@ import pytest
 from tests.harness import LiveRun, same_weights
 from tests.loops.served import CONFIG, PROGRAM, STEPS, by_hand
 from verl_slurm.checkpoint.store.verify import read_manifest
-from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.faults import preempt
+from verl_slurm.slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.faults import preempt
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 

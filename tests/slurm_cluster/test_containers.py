@@ -17,8 +17,8 @@ from tests.harness import ROOT, SMALL, LiveRun, ends_like
 from tests.lanes import with_variants
 from tests.processes import captured
 from verl_slurm.containers.image import file_digest
-from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.faults import preempt
+from verl_slurm.slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.faults import preempt
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.long, pytest.mark.variant]
 

@@ -9,8 +9,8 @@ from tests.devcluster.killed_daemons import await_saved_state, fail_daemon, rest
 from tests.harness import ONE_RANK, SMALL, LiveRun
 from tests.ledger_stats import ledger_stats
 from tests.processes import held
-from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.faults import preempt
+from verl_slurm.slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.faults import preempt
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.long]
 

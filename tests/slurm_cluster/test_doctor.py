@@ -9,7 +9,7 @@ import pytest
 
 from tests.harness import wait_until_gone
 from tests.processes import captured
-from verl_slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.cluster import DevCluster
 
 pytestmark = pytest.mark.slurm
 

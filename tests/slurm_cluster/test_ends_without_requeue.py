@@ -7,7 +7,7 @@ import pytest
 
 from tests.harness import SMALL, LiveRun
 from tests.ledger_stats import ledger_stats
-from verl_slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.cluster import DevCluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 

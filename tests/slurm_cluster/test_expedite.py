@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.harness import SMALL, LiveRun, ends_like
-from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.faults import fail_node
+from verl_slurm.slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.faults import fail_node
 from verl_slurm.slurm.requeue_rules import names_expedite
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.long]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import ONE_RANK, SMALL, LiveRun
-from verl_slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.cluster import DevCluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("ranks_without_torch")]
 _SHORT = ("train.steps=2", "train.batch_size_per_device=64", "daemon.requeue_delay_s=2")

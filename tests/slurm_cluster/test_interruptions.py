@@ -10,8 +10,8 @@ from tests.lanes import with_variants
 from tests.ledger_stats import ledger_stats
 from tests.processes import held, tell
 from verl_slurm.checkpoint.store.verify import read_manifest
-from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.faults import fail_node, preempt, restore_node
+from verl_slurm.slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.faults import fail_node, preempt, restore_node
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 

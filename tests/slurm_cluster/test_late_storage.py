@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.harness import ONE_RANK, SMALL, LiveRun
-from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.faults import preempt
+from verl_slurm.slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.faults import preempt
 
 pytestmark = [
     pytest.mark.slurm,

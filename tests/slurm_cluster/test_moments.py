@@ -16,9 +16,9 @@ import pytest
 
 from tests.lanes import with_variants
 from tests.processes import captured
-from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.faults import fail_node, preempt, restore_node
 from verl_slurm.slurm.cause import JobCause, Trigger, decide_cause
+from verl_slurm.slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.faults import fail_node, preempt, restore_node
 from verl_slurm.slurm.facts import JobFacts
 from verl_slurm.slurm.slurm_client import SlurmClient
 

@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.alert_receiver import alert, listening, post
 from tests.harness import SMALL, LiveRun
-from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.faults import preempt
+from verl_slurm.slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.faults import preempt
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 

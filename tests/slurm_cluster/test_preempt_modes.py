@@ -7,8 +7,8 @@ import pytest
 
 from tests.harness import ONE_RANK, SMALL, LiveRun, ends_like
 from tests.ledger_stats import ledger_stats
-from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.faults import preempt
+from verl_slurm.slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.faults import preempt
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.long]
 

@@ -9,7 +9,7 @@ import pytest
 from tests.devcluster.accounting import AccountedCluster
 from tests.devcluster.test_accounting import NEEDS_SLURMDBD
 from tests.harness import SMALL, LiveRun, ends_like
-from verl_slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.cluster import DevCluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.long, NEEDS_SLURMDBD]
 

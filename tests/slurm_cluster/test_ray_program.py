@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("ray", reason="Ray comes with verl: make verl")
 
 from tests.harness import ROOT, LiveRun
-from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.faults import preempt
+from verl_slurm.slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.faults import preempt
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.verl, pytest.mark.timeout(1500)]
 

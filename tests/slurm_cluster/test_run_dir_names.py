@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import SMALL, LiveRun
-from verl_slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.cluster import DevCluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("ranks_without_torch")]
 

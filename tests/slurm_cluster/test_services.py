@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from tests.harness import ONE_RANK, ROOT, SMALL, LiveRun, ends_like, wait_until_gone
-from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.faults import preempt
+from verl_slurm.slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.faults import preempt
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 

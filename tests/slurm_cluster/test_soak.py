@@ -16,8 +16,8 @@ import pytest
 from tests.footprint import growth, litter, look
 from tests.harness import SMALL, LiveRun, same_weights
 from tests.ledger_stats import ledger_stats
-from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.faults import preempt
+from verl_slurm.slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.faults import preempt
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.soak, pytest.mark.timeout(0)]
 

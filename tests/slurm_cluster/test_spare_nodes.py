@@ -9,8 +9,8 @@ import pytest
 from tests.harness import LiveRun, ends_like
 from tests.ledger_stats import ledger_stats
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.faults import fail_node, restore_node
+from verl_slurm.slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.faults import fail_node, restore_node
 from verl_slurm.slurm.facts import JobFacts
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.long]

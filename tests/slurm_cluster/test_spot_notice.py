@@ -6,7 +6,7 @@ import pytest
 
 from tests.fakes.metadata_service import MetadataService
 from tests.harness import SMALL, LiveRun
-from verl_slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.cluster import DevCluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("ranks_without_torch")]
 

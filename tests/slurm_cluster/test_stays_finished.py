@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from tests.harness import SMALL, LiveRun, ends_like
-from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.faults import preempt
+from verl_slurm.slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.faults import preempt
 from verl_slurm.slurm.facts import JobFacts
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]

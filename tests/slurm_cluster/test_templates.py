@@ -9,8 +9,8 @@ import pytest
 
 from tests.harness import ROOT, SMALL, LiveRun, same_weights
 from tests.processes import captured
-from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.faults import preempt
+from verl_slurm.slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.faults import preempt
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.long]
 

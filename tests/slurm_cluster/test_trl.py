@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from tests.harness import ROOT, LiveRun
 from verl_slurm.checkpoint.store.verify import read_manifest
-from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.faults import preempt
+from verl_slurm.slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.faults import preempt
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.trl, pytest.mark.timeout(900)]
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.harness import SMALL, LiveRun, ends_like
 from tests.processes import tell
-from verl_slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.cluster import DevCluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.long]
 

@@ -16,9 +16,9 @@ from tests.harness import SMALL, LiveRun, same_weights
 from tests.ledger_stats import ledger_stats
 from tests.processes import held
 from verl_slurm.checkpoint.store.verify import read_manifest
-from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.faults import preempt
 from verl_slurm.journal.steps import last_steps
+from verl_slurm.slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.faults import preempt
 from verl_slurm.wire.reward_plan import read_reward_plan
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.long]

@@ -22,9 +22,9 @@ from tests.slurm_cluster.verl_runs import PATIENCE_S, end, make_run, one, steps
 from tests.verl.grpo import make_prompts
 from tests.verl.same import differences
 from tests.verl.tiny import make_critic, make_model
-from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.faults import fail_node, preempt, restore_node
 from verl_slurm.runtime_state.rollout_records import session_seed
+from verl_slurm.slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.faults import fail_node, preempt, restore_node
 
 pytestmark = [
     pytest.mark.slurm,

@@ -13,8 +13,8 @@ from tests.verl.same import differences
 from tests.verl.tiny import make_model, make_sums, sft_words
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.verify import verify
-from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.faults import preempt
+from verl_slurm.slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.faults import preempt
 
 pytest.importorskip("verl", reason="NOT RUN: verl is not in this environment (make verl)")
 pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.verl]

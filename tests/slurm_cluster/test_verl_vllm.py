@@ -20,9 +20,9 @@ from tests.slurm_cluster.vllm_runs import (
     make_run,
     wait_for_tokens,
 )
-from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.faults import preempt
 from verl_slurm.runtime_state.token_log import token_paths
+from verl_slurm.slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.faults import preempt
 
 pytestmark = [
     pytest.mark.slurm,

@@ -10,7 +10,7 @@ import pytest
 from tests.harness import LiveRun
 from tests.processes import python_path
 from tests.verl.grpo import MODULES, grpo_words, ppo_words, write_config
-from verl_slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.cluster import DevCluster
 
 PATIENCE_S = 400.0
 """For a start: Ray on two nodes, and a dozen processes that import torch and verl."""

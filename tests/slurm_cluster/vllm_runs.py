@@ -10,9 +10,9 @@ from tests.harness import LiveRun
 from tests.processes import python_path
 from tests.verl.grpo import MODULES, grpo_words, make_prompts, write_config
 from tests.verl.tiny import make_model
-from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.runtime_state.ledger import records
 from verl_slurm.runtime_state.token_log import Calls, token_paths
+from verl_slurm.slurm.devcluster.cluster import DevCluster
 
 PATIENCE_S = 600.0
 SESSIONS = 32

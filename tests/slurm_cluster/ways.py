@@ -17,8 +17,8 @@ from tests.devcluster.killed_daemons import fail_daemon, restore_daemon
 from tests.fakes.faulty_mount import faulty_mount
 from tests.harness import LiveRun
 from verl_slurm.config.load import load_resolved
-from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.faults import fail_node, preempt, restore_node
+from verl_slurm.slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.faults import fail_node, preempt, restore_node
 from verl_slurm.slurm.facts import JobFacts
 
 WAYS = ("preempt", "requeue", "save", "kill_rank", "kill_rank", "kill_node", "kill_lead_node")

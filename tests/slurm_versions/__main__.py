@@ -19,7 +19,7 @@ from tests.slurm_versions.cases import CASES, HOST, ROOT, SUITES
 from tests.slurm_versions.record import VARIABLE
 from tests.slurm_versions.results import PAGE, Version, fold, page, read_versions, write_version
 from tests.slurm_versions.roots import is_version, make_root, missing, run_inside
-from verl_slurm.devcluster.machine import EXTRA_PATH
+from verl_slurm.slurm.devcluster.machine import EXTRA_PATH
 
 
 def main() -> int:

@@ -212,8 +212,8 @@ def test_this_machine_is_chosen_only_where_there_is_no_slurm(
 
 @pytest.mark.torch
 def test_the_names_known_here_are_the_names_there_are() -> None:
-    from verl_slurm.quickstart.__main__ import _HEAD_DIMS, resolve_data, resolve_model
-    from verl_slurm.quickstart.tiny_model import _config, _tokenizer
+    from verl_slurm.trainer.quickstart.__main__ import _HEAD_DIMS, resolve_data, resolve_model
+    from verl_slurm.trainer.quickstart.tiny_model import _config, _tokenizer
     from verl_slurm.trainer.reward.scoring import RULES as REAL_RULES
 
     assert set(RULES) == set(REAL_RULES)

@@ -23,10 +23,10 @@ from verl_slurm.checkpoint.format.specification import FileEntry
 from verl_slurm.checkpoint.store.chunks import entry_of
 from verl_slurm.checkpoint.store.commit import commit
 from verl_slurm.checkpoint.store.copies import CopyPlace
+from verl_slurm.checkpoint.tiers import s3
+from verl_slurm.checkpoint.tiers.run_copies import RunCopies, run_prefix
+from verl_slurm.checkpoint.tiers.survey import OpenTier, open_place
 from verl_slurm.config.schema import RunConfig, TierConfig
-from verl_slurm.tiers import s3
-from verl_slurm.tiers.run_copies import RunCopies, run_prefix
-from verl_slurm.tiers.survey import OpenTier, open_place
 
 _LOADER = botocore.session.create_loader()  # reading what S3 is takes half a second each time
 NOW = datetime(2026, 1, 31, tzinfo=UTC)

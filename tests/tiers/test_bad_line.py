@@ -26,11 +26,11 @@ from tests.tiers.radosgw import BUCKET, running
 from verl_slurm.base.errors import CheckpointCorrupt, NotFound, TierError
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.copies import content_problem
+from verl_slurm.checkpoint.tiers.fetch import fetch
+from verl_slurm.checkpoint.tiers.mover import Pass, sync
+from verl_slurm.checkpoint.tiers.s3 import S3Place, part_size
+from verl_slurm.checkpoint.tiers.survey import OpenTier, open_place
 from verl_slurm.config.schema import TierConfig
-from verl_slurm.tiers.fetch import fetch
-from verl_slurm.tiers.mover import Pass, sync
-from verl_slurm.tiers.s3 import S3Place, part_size
-from verl_slurm.tiers.survey import OpenTier, open_place
 
 pytestmark = pytest.mark.slow
 
@@ -199,7 +199,7 @@ def test_whoever_waits_for_a_black_hole_is_a_process_of_the_lowest_priority_and_
         write_config(paths, tiers=(behind,))
         asked, chaos.stall = threading.Event(), True
         chaos.on_stall = asked.set
-        argv = [sys.executable, "-m", "verl_slurm.tiers", "sync", "--run", str(paths.root)]
+        argv = [sys.executable, "-m", "verl_slurm.checkpoint.tiers", "sync", "--run", str(paths.root)]
         with subprocess.Popen(argv) as child:
             try:
                 assert asked.wait(60)

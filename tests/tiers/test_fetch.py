@@ -10,10 +10,10 @@ from tests.tiers.conftest import config_of, opened, posix_config, s3_config
 from verl_slurm.base.errors import CheckpointCorrupt, NotFound, TierError
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.verify import verify
+from verl_slurm.checkpoint.tiers.fetch import fetch, fetch_newest
+from verl_slurm.checkpoint.tiers.mover import sync
+from verl_slurm.checkpoint.tiers.survey import OpenTier
 from verl_slurm.config.schema import TierConfig
-from verl_slurm.tiers.fetch import fetch, fetch_newest
-from verl_slurm.tiers.mover import sync
-from verl_slurm.tiers.survey import OpenTier
 
 Save = Callable[..., Path]
 

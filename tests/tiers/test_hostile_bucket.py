@@ -23,9 +23,9 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.run_id import run_id
 from verl_slurm.checkpoint.format.manifest import render, sealed
 from verl_slurm.checkpoint.format.specification import MANIFEST
+from verl_slurm.checkpoint.tiers.run_copies import run_prefix
+from verl_slurm.checkpoint.tiers.s3 import S3Place
 from verl_slurm.config.schema import TierConfig
-from verl_slurm.tiers.run_copies import run_prefix
-from verl_slurm.tiers.s3 import S3Place
 
 pytestmark = [pytest.mark.scenario("SEC07"), pytest.mark.slow]
 
@@ -86,7 +86,7 @@ def test_a_listing_that_does_not_end_is_refused_in_bounded_memory(
 def test_a_start_goes_on_without_a_bucket_that_does_not_end(server: StandIn, tmp_path: Path) -> None:
     server.fault = hostile("blanks")
     paths = run_with(tmp_path, s3_config(server))
-    done = measured_program("verl_slurm.tiers", "restore", "--run", str(paths.root), timeout_s=120)
+    done = measured_program("verl_slurm.checkpoint.tiers", "restore", "--run", str(paths.root), timeout_s=120)
     assert done.code == ExitCode.OK, done.err
     answer = json.loads(done.out)
     assert answer["name"] is None

@@ -36,12 +36,12 @@ from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.checkpoint.format.specification import MANIFEST, FileEntry
 from verl_slurm.checkpoint.store.copies import CopyPlace, ObjectInfo, Source
 from verl_slurm.checkpoint.store.verify import verify
+from verl_slurm.checkpoint.tiers import s3
+from verl_slurm.checkpoint.tiers.fetch import fetch
+from verl_slurm.checkpoint.tiers.mover import Pass, look, sync
+from verl_slurm.checkpoint.tiers.run_copies import RunCopies
+from verl_slurm.checkpoint.tiers.survey import Memory, OpenTier, mover_lock, open_run
 from verl_slurm.config.schema import TierConfig
-from verl_slurm.tiers import s3
-from verl_slurm.tiers.fetch import fetch
-from verl_slurm.tiers.mover import Pass, look, sync
-from verl_slurm.tiers.run_copies import RunCopies
-from verl_slurm.tiers.survey import Memory, OpenTier, mover_lock, open_run
 
 pytestmark = pytest.mark.slow
 

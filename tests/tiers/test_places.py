@@ -30,11 +30,11 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.specification import CHUNK_BYTES, FileEntry
 from verl_slurm.checkpoint.store.copies import CopyPlace, DirectoryPlace, checked, content_problem
 from verl_slurm.checkpoint.store.verify import verify
+from verl_slurm.checkpoint.tiers.fetch import fetch
+from verl_slurm.checkpoint.tiers.mover import sync
+from verl_slurm.checkpoint.tiers.s3 import MAX_PARTS, part_size
+from verl_slurm.checkpoint.tiers.survey import open_place
 from verl_slurm.config.schema import TierConfig
-from verl_slurm.tiers.fetch import fetch
-from verl_slurm.tiers.mover import sync
-from verl_slurm.tiers.s3 import MAX_PARTS, part_size
-from verl_slurm.tiers.survey import open_place
 
 
 @pytest.fixture(scope="session")
@@ -257,8 +257,8 @@ import sys
 from pathlib import Path
 from tests.tiers.conftest import Bytes, PART, entry
 from verl_slurm.config.schema import TierConfig
-from verl_slurm.tiers import s3
-from verl_slurm.tiers.survey import open_place
+from verl_slurm.checkpoint.tiers import s3
+from verl_slurm.checkpoint.tiers.survey import open_place
 s3.MIN_PART_BYTES = s3.PART_STEP_BYTES = PART
 data = Path(sys.argv[2]).read_bytes()
 tier = TierConfig(name="store", kind="s3", bucket="bucket", endpoint=sys.argv[1], region="us-east-1")

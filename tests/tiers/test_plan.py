@@ -5,7 +5,7 @@ from datetime import timedelta
 from hypothesis import given, settings, strategies as st
 
 from tests.tiers.conftest import NOW
-from verl_slurm.tiers.tier_plan import Action, TierCopy, TierState, last_good, plan_tiers
+from verl_slurm.checkpoint.tiers.tier_plan import Action, TierCopy, TierState, last_good, plan_tiers
 
 
 def name(step: int) -> str:

@@ -17,9 +17,9 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.manifest import render, sealed
 from verl_slurm.checkpoint.format.specification import MANIFEST
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
+from verl_slurm.checkpoint.tiers.fetch import fetch, fetch_newest
+from verl_slurm.checkpoint.tiers.mover import Pass, look, sync
 from verl_slurm.config.schema import EncryptionConfig, RunConfig, TierConfig
-from verl_slurm.tiers.fetch import fetch, fetch_newest
-from verl_slurm.tiers.mover import Pass, look, sync
 
 Configure = Callable[..., RunConfig]
 

@@ -24,10 +24,10 @@ from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.config import load
 from verl_slurm.config.roles import eval_metrics, step_metrics
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.quickstart import tiny_model as quickstart_model
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.trainer import setup
 from verl_slurm.trainer.loop import Loop
+from verl_slurm.trainer.quickstart import tiny_model as quickstart_model
 from verl_slurm.wire.client import NoDaemon
 from verl_slurm.wire.messages import FromRank, Progress, SaveRequest
 from verl_slurm.wire.reward_plan import ask_for_reward, read_reward_plan

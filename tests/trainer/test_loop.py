@@ -35,11 +35,11 @@ from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config import load
 from verl_slurm.config.schema import CheckpointConfig, DataConfig, EncryptionConfig
 from verl_slurm.loops.session import Session
-from verl_slurm.quickstart.arithmetic_data import build_data
 from verl_slurm.save.ranks.collective import Collective, RanksFailed
 from verl_slurm.save.ranks.saver import SavedCheckpoint
 from verl_slurm.trainer import loop as loop_module
 from verl_slurm.trainer.loop import Ending, FinalSaveFailed, Loop, SaverLost
+from verl_slurm.trainer.quickstart.arithmetic_data import build_data
 from verl_slurm.trainer.reporter import Reporter
 from verl_slurm.trainer.save_pace import SavePace
 from verl_slurm.trainer.state.position import Position, StepShape

@@ -18,8 +18,8 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config import load
 from verl_slurm.config.schema import DistributedConfig
-from verl_slurm.quickstart import tiny_model as quickstart_model
-from verl_slurm.quickstart.arithmetic_data import build_data
+from verl_slurm.trainer.quickstart import tiny_model as quickstart_model
+from verl_slurm.trainer.quickstart.arithmetic_data import build_data
 
 pytestmark = [
     pytest.mark.torch,

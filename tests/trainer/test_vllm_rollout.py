@@ -102,7 +102,7 @@ class Bench:
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory, sums_root: Path) -> Bench:
-    from verl_slurm.quickstart import tiny_model
+    from verl_slurm.trainer.quickstart import tiny_model
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiny_model, "_WARM_STEPS", 20)

@@ -20,7 +20,7 @@ from tests.hostile.another_user import WITH_OUR_PACKAGES, python_with
 from tests.hostile.runs_of_ranks import listeners
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.loops.verl import ray_node as node
-from verl_slurm.verl.ray_nodes import ray_argv, ray_environment
+from verl_slurm.loops.verl.ray_nodes import ray_argv, ray_environment
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(1500)]
 
@@ -124,9 +124,9 @@ def head() -> Iterator[Head]:
 
 
 def test_a_node_is_waited_for_until_it_is_there_with_its_gpus(head: Head) -> None:
-    done = head.python("-m", "verl_slurm.verl.ray_nodes", "1", "1", "100")
+    done = head.python("-m", "verl_slurm.loops.verl.ray_nodes", "1", "1", "100")
     assert done.returncode == 0, done.stderr + (head.scratch / "out").read_text()
-    short = head.python("-m", "verl_slurm.verl.ray_nodes", "1", "2", "1")
+    short = head.python("-m", "verl_slurm.loops.verl.ray_nodes", "1", "2", "1")
     assert short.returncode == 1
     assert "RayError: Ray has 1 of 1 nodes after 1 s (GPUs on each: 1; 2 are wanted)" in short.stderr
 

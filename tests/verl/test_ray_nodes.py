@@ -4,7 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from verl_slurm.verl.ray_nodes import object_store_bytes, ray_argv, ray_environment, ray_token, temp_fits
+from verl_slurm.loops.verl.ray_nodes import (
+    object_store_bytes,
+    ray_argv,
+    ray_environment,
+    ray_token,
+    temp_fits,
+)
 
 MiB = 1 << 20
 

@@ -23,9 +23,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClas
 
 from verl_slurm.base.bounded import read_model_config
 from verl_slurm.base.errors import DataError
-from verl_slurm.causal_lm import ValueModel
 from verl_slurm.checkpoint.format.tensor_index import TensorEntry
 from verl_slurm.config.roles import Role
+from verl_slurm.export.causal_lm import ValueModel
 from verl_slurm.save.ranks.tensors import model_tensors
 
 _LAYERS = re.compile(r"^(num|n)_\w*layer|layers$|layer_types$|^depth")

@@ -23,6 +23,7 @@ from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.lost import former_checkpoint, require_run_id
 from verl_slurm.checkpoint.store.run_config import trained_with
 from verl_slurm.checkpoint.store.verify import read_manifest
+from verl_slurm.checkpoint.tiers.survey import namesakes
 from verl_slurm.checks import ANYTHING, Check, Finding, When, good, skipped, warn
 from verl_slurm.checks.bad_nodes import folder, recall
 from verl_slurm.checks.cluster_rules import SaveTime, judge_cluster, judge_deadlines
@@ -48,7 +49,6 @@ from verl_slurm.submit.checks.verl import check_verl
 from verl_slurm.submit.executor import render_script
 from verl_slurm.submit.relative_paths import Places, value_of
 from verl_slurm.submit.submission_plan import Cluster, SubmissionPlan, reshaped, why_done
-from verl_slurm.tiers.survey import namesakes
 from verl_slurm.verl.verl_inputs import data_of
 from verl_slurm.wire.http import read_token
 

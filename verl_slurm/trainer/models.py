@@ -21,10 +21,10 @@ from transformers.utils import logging as hf_logging
 
 from verl_slurm.base.bounded import ADAPTER_FILES
 from verl_slurm.base.errors import ConfigError, DataError
-from verl_slurm.causal_lm import ValueModel, accepted
 from verl_slurm.config.families import right_attentions
 from verl_slurm.config.roles import ROLES, Role
 from verl_slurm.config.schema import Attention, DistributedConfig
+from verl_slurm.export.causal_lm import ValueModel, accepted
 from verl_slurm.trainer.data import Batch
 from verl_slurm.trainer.parallel.fsdp import policy_of, recompute_layers, shard_over_data, whole_parameters
 from verl_slurm.trainer.parallel.gradients import clip_over_grid

@@ -128,7 +128,7 @@ class Orders(msgspec.Struct, frozen=True):
     """What a rank, or the launcher of a node's ranks, is started with. As bytes, which need not be text."""
 
     argv: list[bytes]
-    """The arguments of `verl_slurm.rendezvous` or of `verl_slurm_daemon.agent.ranks`."""
+    """The arguments of `verl_slurm.loops.rendezvous` or of `verl_slurm_daemon.agent.ranks`."""
     environ: list[bytes]
     """`NAME=VALUE`, all of them."""
 

@@ -1,4 +1,4 @@
-"""The rank's end of the store that all ranks of a restart share; no torch here (`verl_slurm.rendezvous.store`).
+"""The rank's end of the store that all ranks of a restart share; no torch here (`verl_slurm.loops.rendezvous.store`).
 
 It is a Unix stream socket beside the rank's other one, in the agent's 0700 directory; the agent checks the peer's uid.
 Each message is a u32 length (big endian) and that many bytes of msgpack: `FromStoreClient` one way, `StoreAnswer` the

@@ -73,7 +73,7 @@ def _stand_by(nodes: int, node_rank: int, here: int, imports: str) -> int:
         imports: the file of their imports (`rendezvous.rank_start`).
     """
     waiting: dict[int, subprocess.Popen[bytes]] = {}
-    command = [sys.executable, "-P", "-m", "verl_slurm.rendezvous", "--imports", imports]
+    command = [sys.executable, "-P", "-m", "verl_slurm.loops.rendezvous", "--imports", imports]
     with suppress(
         OSError
     ):  # no memory, no processes: those that are missing are started when they are wanted
@@ -104,7 +104,7 @@ def _run(
     nodes, node_rank, here, *program = words
     ranks: dict[int, int] = {}
     # By way of our module, which replaces torch's rendezvous before the program imports torch (decision 0010).
-    command = [sys.executable, "-P", "-m", "verl_slurm.rendezvous", *program]
+    command = [sys.executable, "-P", "-m", "verl_slurm.loops.rendezvous", *program]
 
     def begin(local_rank: int) -> None:
         # A session of its own: signals that a rank sends to its process group do not reach us.

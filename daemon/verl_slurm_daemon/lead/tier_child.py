@@ -1,4 +1,4 @@
-"""Runs `python -m verl_slurm.tiers` as a child of the lead: moves checkpoints on to the run's tiers automatically.
+"""Runs `python -m verl_slurm.checkpoint.tiers` as a child of the lead: moves checkpoints to the run's tiers.
 
 It is a process of its own with the lowest priority. So boto3 is not in the daemon's memory, an upload never
 delays a decision, and a kill at any moment costs at most one part. The child writes its results to the
@@ -99,4 +99,4 @@ def restore_newest(paths: RunPaths, only: str = "") -> None:
 
 
 def _command(what: str, paths: RunPaths) -> list[str]:
-    return [sys.executable, "-P", "-m", "verl_slurm.tiers", what, "--run", str(paths.root)]
+    return [sys.executable, "-P", "-m", "verl_slurm.checkpoint.tiers", what, "--run", str(paths.root)]

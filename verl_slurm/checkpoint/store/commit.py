@@ -165,33 +165,14 @@ def commit(
     attempt_check()
     write_file(staging.directory / MANIFEST, data)
     replaced: Path | None = None
-    # The name is judged by reading every byte, since whoever wrote it may have died at any point of its commit.
     if os.path.lexists(staging.final):
-        verdict = verify(staging.final, keys=keys)
-        other = verdict.manifest if verdict.ok else None
-        if other is not None and (why := _difference(other, manifest)):
-            attempt_check()
-            # Two renames cannot be one. The record in quarantine names our staging directory, so that `sweep` can tell
-            # a replacement that died half way from one that is done.
-            replaced = move_to_quarantine(staging.final, [why], until_gone=staging.directory.name)
-        # The same state twice. The one that is there stays: to exchange it would mean a moment with neither.
-        elif verdict.ok:
+        is_same, replaced = _judge_taken_name(staging, manifest, attempt_check, keys)
+        # The one that is there stays: to exchange it would mean a moment with neither.
+        if is_same:
             fsync_path(staging.final.parent)  # its writer may have died between rename and fsync
             abort(staging)
             _point_latest(staging)
             return staging.final
-        # An unreadable directory may be whole: storage that does not answer now must not cost a good checkpoint.
-        elif not verdict.damaged:
-            raise CheckpointCorrupt(
-                "the name is taken by a checkpoint that cannot be judged",
-                where=staging.final,
-                found=verdict.one_line(),
-                expected="one that verifies, or none",
-                remedy="the save is given up; look at its owner and its storage",
-            )
-        else:
-            attempt_check()
-            move_to_quarantine(staging.final, [str(p) for p in verdict.problems])
     try:
         # The owner is asked once more right before the rename: reading a taken name back may have lasted minutes, long
         # enough for another attempt to start.
@@ -205,6 +186,41 @@ def commit(
     fsync_path(staging.final.parent)
     _point_latest(staging)
     return staging.final
+
+
+def _judge_taken_name(
+    staging: StagingDirectory,
+    manifest: Manifest,
+    attempt_check: Callable[[], None],
+    keys: Keyring | None,
+) -> tuple[bool, Path | None]:
+    """(whether the same state has the final name already, where a good one with another state was moved to).
+
+    Raises:
+        CheckpointCorrupt: it cannot be judged now.
+    """
+    # Every byte is read, since whoever wrote it may have died at any point of its commit.
+    verdict = verify(staging.final, keys=keys)
+    other = verdict.manifest if verdict.ok else None
+    if other is not None and (why := _difference(other, manifest)):
+        attempt_check()
+        # Two renames cannot be one. The record in quarantine names our staging directory, so that `sweep` can tell
+        # a replacement that died half way from one that is done.
+        return False, move_to_quarantine(staging.final, [why], until_gone=staging.directory.name)
+    if verdict.ok:
+        return True, None
+    # An unreadable directory may be whole: storage that does not answer now must not cost a good checkpoint.
+    if not verdict.damaged:
+        raise CheckpointCorrupt(
+            "the name is taken by a checkpoint that cannot be judged",
+            where=staging.final,
+            found=verdict.one_line(),
+            expected="one that verifies, or none",
+            remedy="the save is given up; look at its owner and its storage",
+        )
+    attempt_check()
+    move_to_quarantine(staging.final, [str(p) for p in verdict.problems])
+    return False, None
 
 
 def _difference(other: Manifest, ours: Manifest) -> str:

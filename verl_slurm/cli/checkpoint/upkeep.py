@@ -15,13 +15,13 @@ from verl_slurm.checkpoint.decide.best import Best
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.checkpoint.store.pruning import carry_out, look
 from verl_slurm.checkpoint.store.verify import verify
+from verl_slurm.checkpoint.tiers.fetch import fetch, fetch_newest
+from verl_slurm.checkpoint.tiers.mover import Pass, look as look_at_tiers, sync
+from verl_slurm.checkpoint.tiers.tier_plan import Action, TierCopy, last_good
 from verl_slurm.cli.command_options import RUN, Whole, command, flag, option
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load_resolved
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.tiers.fetch import fetch, fetch_newest
-from verl_slurm.tiers.mover import Pass, look as look_at_tiers, sync
-from verl_slurm.tiers.tier_plan import Action, TierCopy, last_good
 
 
 @command("CORRUPT KEY NOT_FOUND")

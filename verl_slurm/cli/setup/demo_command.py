@@ -11,10 +11,11 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.shipped import shipped
 from verl_slurm.cli.command_options import CONFIG, KEY_VALUE, command, option
+from verl_slurm.cli.setup.demo_run import Teller, run_demo
 from verl_slurm.cli.show import render
 from verl_slurm.cli.show.story import Story, progress
-from verl_slurm.devcluster.machine import real_gpus
 from verl_slurm.journal.events import Event
+from verl_slurm.slurm.devcluster.machine import real_gpus
 
 _SHAPE = ("distributed.", "slurm.gpus_per_node=")
 
@@ -29,6 +30,21 @@ def _on_a_gpu() -> list[str]:
         return []
     shape = ["distributed.dp_size=1", "distributed.nodes=1", "slurm.gpus_per_node=1"]
     return ["distributed.device=cuda", *shape]
+
+
+def _voice(below: render.BottomLine) -> Teller:
+    """What tells the demo's events as lines, and its progress in the line below them."""
+    story = Story()
+
+    def say_event(event: Event) -> None:
+        text = story.tell(event)
+        if text is not None:
+            below.line(f"   {text}")
+
+    def say_status(status: dict[str, Any]) -> None:
+        below.show(int(status.get("step") or 0), f"   {progress(status)}")
+
+    return Teller(say=below.line, event=say_event, status=say_status)
 
 
 @command("PERMISSION DIFFERENT NO_SLURM CRASHED")
@@ -56,8 +72,6 @@ def demo(
     undisturbed, and compares all weights bit for bit. Without Slurm: the same on this machine alone. With a GPU the
     quick start runs on one; `demo distributed.device=cpu` does not.
     """
-    from verl_slurm.demo import Teller, run_demo
-
     chosen = [*words]
     # A shape of the user's own, or of their configuration, is not replaced.
     if config is None and not any(word.startswith(_SHAPE) for word in words):
@@ -69,19 +83,9 @@ def demo(
         # A new one each time: a second demo must not resume the runs of the first.
         directory = Path(tempfile.mkdtemp(prefix="demo-", dir="runs"))
     below = render.BottomLine()
-    story = Story()
-
-    def say_event(event: Event) -> None:
-        text = story.tell(event)
-        if text is not None:
-            below.line(f"   {text}")
-
-    def say_status(status: dict[str, Any]) -> None:
-        below.show(int(status.get("step") or 0), f"   {progress(status)}")
-
     # With --json standard output is one value at the end; progress goes to standard error.
     quiet = Teller(say=render.warning, event=lambda _: None, status=lambda _: None)
-    voice = quiet if as_json else Teller(say=below.line, event=say_event, status=say_status)
+    voice = quiet if as_json else _voice(below)
     # Absolute: the runs' jobs start in other directories.
     result = run_demo(config, chosen, directory.resolve(), voice, without_slurm=cluster == "local")
     below.close()

@@ -16,10 +16,10 @@ from verl_slurm.base.one_line import counted
 from verl_slurm.cli.command_options import F, ParamType, Whole, flag, option, with_json
 from verl_slurm.cli.show import render
 from verl_slurm.config.explain import meanings
-from verl_slurm.devcluster.cluster import ClusterStatus, DevCluster
-from verl_slurm.devcluster.conf import ClusterOptions
-from verl_slurm.devcluster.faults import fail_node, preempt, restore_node
-from verl_slurm.devcluster.state import read_state
+from verl_slurm.slurm.devcluster.cluster import ClusterStatus, DevCluster
+from verl_slurm.slurm.devcluster.conf import ClusterOptions
+from verl_slurm.slurm.devcluster.faults import fail_node, preempt, restore_node
+from verl_slurm.slurm.devcluster.state import read_state
 from verl_slurm.wire.environment import DEVCLUSTER_VARIABLE
 
 

@@ -40,7 +40,7 @@ from verl_slurm.cli.show.render import span
 from verl_slurm.config.families import max_positions
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import BUILTIN, RunConfig
-from verl_slurm.devcluster.machine import real_gpus
+from verl_slurm.slurm.devcluster.machine import real_gpus
 from verl_slurm.slurm.facts import PartitionFacts
 from verl_slurm.slurm.parse import parse_gpus
 from verl_slurm.slurm.slurm_client import SlurmClient

@@ -33,9 +33,15 @@ from verl_slurm.config.elastic import on_nodes
 from verl_slurm.config.load import load_own
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.loops.session import Session
+from verl_slurm.loops.verl.ray_nodes import (
+    object_store_bytes,
+    ray_argv,
+    ray_environment,
+    ray_token,
+    temp_fits,
+)
 from verl_slurm.loops.verl.verl_settings import require_verl, resume_point, start_settings
 from verl_slurm.program.programs import Moves
-from verl_slurm.verl.ray_nodes import object_store_bytes, ray_argv, ray_environment, ray_token, temp_fits
 from verl_slurm.wire.environment import CONTROL_VARIABLE, RECIPE_VARIABLE, RESTART_VARIABLE
 from verl_slurm.wire.lead_file import read_lead_address
 from verl_slurm.wire.messages import StoreCall, StrangerMet
@@ -167,7 +173,7 @@ async def _lead(
     wanted = [str(shape.nodes), str(shape.ranks_per_node), patience_s]
     # In a process of its own: a driver of Ray keeps threads and a connection for as long as its process lives.
     # -P: without it Python looks for modules in the working directory first.
-    gather = await _start([sys.executable, "-P", "-m", "verl_slurm.verl.ray_nodes", *wanted], environ)
+    gather = await _start([sys.executable, "-P", "-m", "verl_slurm.loops.verl.ray_nodes", *wanted], environ)
     if code := await gather.wait():
         return code
     driver = await _start([sys.executable, "-P", *program], environ)

@@ -26,12 +26,12 @@ from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.tensordict_utils import assign_non_tensor_stack
 
+from verl_slurm.loops.rendezvous.everywhere import install_everywhere
 from verl_slurm.loops.session import Session
 from verl_slurm.loops.step_end import StepEndSaver
 from verl_slurm.loops.verl.verl_engines import Engines
 from verl_slurm.loops.verl.verl_ppo_rollouts import Recording, Rollouts
 from verl_slurm.loops.verl.verl_ppo_saves import Saves
-from verl_slurm.rendezvous.everywhere import install_everywhere
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.verl.positions import POSITION
 from verl_slurm.verl.releases import installed_verl

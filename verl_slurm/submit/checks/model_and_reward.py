@@ -124,7 +124,7 @@ def _build(kind: str, spec: str) -> str:
     # Here and not in the child, whose traceback would be the answer.
     require_packages("torch", "transformers", wanted_by=f"building {spec}")
     # A child, since building imports torch; -P, since `-m` would look in the working directory first.
-    command = [sys.executable, "-P", "-m", "verl_slurm.quickstart", kind, spec, str(cache_dir())]
+    command = [sys.executable, "-P", "-m", "verl_slurm.trainer.quickstart", kind, spec, str(cache_dir())]
     done = run_to_end(command, _BUILD_TIMEOUT_S)
     # The last line is the path; libraries may print before it.
     if done.exit_code != 0 or not Path(done.last_line or "/dev/null").is_dir():

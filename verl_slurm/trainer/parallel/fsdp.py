@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from verl_slurm.causal_lm import decoder_layers
+from verl_slurm.export.causal_lm import decoder_layers
 from verl_slurm.trainer.parallel.pipeline import Stage
 
 

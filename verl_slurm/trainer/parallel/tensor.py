@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.causal_lm import decoder_layers
+from verl_slurm.export.causal_lm import decoder_layers
 
 _STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,

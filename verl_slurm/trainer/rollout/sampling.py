@@ -22,9 +22,9 @@ from transformers import Cache, DynamicCache, PretrainedConfig, StaticCache
 from transformers.cache_utils import StaticLayer
 
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.causal_lm import accepted, names
 from verl_slurm.config.families import REFUSED
 from verl_slurm.config.schema import Attention, RolloutConfig
+from verl_slurm.export.causal_lm import accepted, names
 from verl_slurm.trainer.data import Batch
 from verl_slurm.trainer.models import copy_weights, load_causal_lm
 from verl_slurm.trainer.objective.counter_rng import Purpose, uniforms

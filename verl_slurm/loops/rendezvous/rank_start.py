@@ -3,8 +3,8 @@
 `__main__`, sys.argv and tracebacks are those of `python PROGRAM ARGS...` or `python -m PROGRAM ARGS...`. So this is not
 part of `__main__`: the program's names replace the contents of that module.
 
-    python -P -m verl_slurm.rendezvous [-m] PROGRAM ARGS...
-    python -P -m verl_slurm.rendezvous --imports IMPORTS
+    python -P -m verl_slurm.loops.rendezvous [-m] PROGRAM ARGS...
+    python -P -m verl_slurm.loops.rendezvous --imports IMPORTS
 
 The second form is a rank that stands by: it imports what the ranks before it have imported (`wire.standing_by`, the
 file IMPORTS), has no number yet, and sleeps until its launcher says through standard input what to run. If that ends
@@ -19,7 +19,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import TracebackType
 
-from verl_slurm.rendezvous.install import install_on_import
+from verl_slurm.loops.rendezvous.install import install_on_import
 from verl_slurm.wire.lifeline import die_with_launcher
 from verl_slurm.wire.standing_by import Orders, WatchedEnvironment, import_all
 
@@ -66,7 +66,7 @@ def _stand_by(imports: Path) -> None:
         sys.stderr.write(
             f"verl-slurm: an import has read {', '.join(differing)}, now another: it is made anew\n"
         )
-        command = [sys.executable, "-P", "-m", "verl_slurm.rendezvous", *words]
+        command = [sys.executable, "-P", "-m", "verl_slurm.loops.rendezvous", *words]
         os.execve(sys.executable, command, environ)  # noqa: S606 - as our launcher starts a rank
     os.environ.clear()
     os.environ.update(environ)

@@ -15,7 +15,7 @@ import msgspec
 from verl_slurm.base.errors import UNREADABLE, VerlSlurmError
 from verl_slurm.base.files import write_file
 from verl_slurm.base.processes import boot_id
-from verl_slurm.devcluster.conf import ClusterOptions
+from verl_slurm.slurm.devcluster.conf import ClusterOptions
 
 
 class ClusterState(msgspec.Struct, frozen=True, kw_only=True):

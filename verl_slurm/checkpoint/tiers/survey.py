@@ -38,12 +38,12 @@ from verl_slurm.checkpoint.format.signature import signature_problem
 from verl_slurm.checkpoint.format.specification import MANIFEST, Manifest
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.copies import CopyPlace, DirectoryPlace, ObjectInfo
+from verl_slurm.checkpoint.tiers.run_copies import RunCopies, run_prefix
+from verl_slurm.checkpoint.tiers.tier_plan import TierCopy, TierState
 from verl_slurm.config.checks.tiers import LOCAL_TIER, is_s3
 from verl_slurm.config.schema import RunConfig, TierConfig
-from verl_slurm.tiers.run_copies import RunCopies, run_prefix
-from verl_slurm.tiers.tier_plan import TierCopy, TierState
 
-ENTRY_POINTS = "verl_slurm.tiers"
+ENTRY_POINTS = "verl_slurm.checkpoint.tiers"
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -78,7 +78,7 @@ def open_place(tier: TierConfig) -> CopyPlace:
         return place
     if is_s3(tier):
         # boto3 is an extra: without a bucket it is not imported.
-        from verl_slurm.tiers.s3 import S3Place
+        from verl_slurm.checkpoint.tiers.s3 import S3Place
 
         return S3Place(tier)
     assert tier.path is not None, "config.tier_checks"

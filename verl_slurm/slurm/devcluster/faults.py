@@ -11,10 +11,10 @@ from typing import Literal
 import msgspec
 
 from verl_slurm.base.errors import NotFound, SlurmRefused
-from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.cluster_processes import end_all, list_members
-from verl_slurm.devcluster.conf import PREEMPTIBLE, URGENT, node_names
-from verl_slurm.devcluster.state import ClusterState, locked, read_state
+from verl_slurm.slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.cluster_processes import end_all, list_members
+from verl_slurm.slurm.devcluster.conf import PREEMPTIBLE, URGENT, node_names
+from verl_slurm.slurm.devcluster.state import ClusterState, locked, read_state
 from verl_slurm.slurm.facts import JobFacts
 from verl_slurm.slurm.slurm_client import SlurmClient
 

@@ -32,12 +32,12 @@ from verl_slurm.checkpoint.store.copies import DirectoryPlace
 from verl_slurm.checkpoint.store.medium import room_for
 from verl_slurm.checkpoint.store.quarantine import move_to_quarantine, set_aside_copies
 from verl_slurm.checkpoint.store.verify import verify
+from verl_slurm.checkpoint.tiers.run_copies import RunCopies, copy_checkpoint
+from verl_slurm.checkpoint.tiers.survey import Memory, OpenTier, open_tiers
+from verl_slurm.checkpoint.tiers.tier_plan import TierState, newest_first
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal.events import TierFailed, TierFetched
 from verl_slurm.journal.files import append_event
-from verl_slurm.tiers.run_copies import RunCopies, copy_checkpoint
-from verl_slurm.tiers.survey import Memory, OpenTier, open_tiers
-from verl_slurm.tiers.tier_plan import TierState, newest_first
 
 _FILES_AT_ONCE = 4
 _FETCH_S, _BYTES_PER_S = 600.0, 4 << 20

@@ -24,14 +24,14 @@ from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.inspect.compare import Comparison, compare
 from verl_slurm.checkpoint.store.catalog import newest_checkpoint
-from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.conf import ClusterOptions
-from verl_slurm.devcluster.faults import preempt
 from verl_slurm.journal.events import Cause, Event, FirstRollout, Requeue, Saved, Started, Training, Verified
 from verl_slurm.journal.files import read_events
 from verl_slurm.runs.follow import follow_run
 from verl_slurm.runs.liveness import controller
 from verl_slurm.runs.run_record import last_job
+from verl_slurm.slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.devcluster.conf import ClusterOptions
+from verl_slurm.slurm.devcluster.faults import preempt
 from verl_slurm.submit.submission import carry_out, plan_submission
 from verl_slurm.submit.submission_plan import SubmissionPlan
 

@@ -26,14 +26,14 @@ from verl_slurm.base.errors import (
 )
 from verl_slurm.base.keys import Keyring, load_keys
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.tiers.run_copies import RunCopies, copy_checkpoint
+from verl_slurm.checkpoint.tiers.survey import Memory, OpenTier, mover_lock, open_run, open_tiers
+from verl_slurm.checkpoint.tiers.tier_plan import Action, TierState, plan_tiers
 from verl_slurm.config.changes import require_in_place
 from verl_slurm.config.checks.tiers import LOCAL_TIER
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal.events import TierCopied, TierFailed, TierRemoved, TierUnreachable
 from verl_slurm.journal.files import append_event
-from verl_slurm.tiers.run_copies import RunCopies, copy_checkpoint
-from verl_slurm.tiers.survey import Memory, OpenTier, mover_lock, open_run, open_tiers
-from verl_slurm.tiers.tier_plan import Action, TierState, plan_tiers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,15 +31,15 @@ import psutil
 from verl_slurm.base.errors import ConfigError, SlurmRefused
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.processes import KnownProcess, boot_id, known
-from verl_slurm.devcluster import conf, fixed_groups, machine
-from verl_slurm.devcluster.cluster_processes import (
+from verl_slurm.slurm.devcluster import conf, fixed_groups, machine
+from verl_slurm.slurm.devcluster.cluster_processes import (
     Daemons,
     end_all,
     find_daemons,
     list_members,
     node_log_name,
 )
-from verl_slurm.devcluster.state import ClusterState, locked, read_state, write_state
+from verl_slurm.slurm.devcluster.state import ClusterState, locked, read_state, write_state
 
 # sockaddr_un.sun_path holds 108 bytes with the final NUL (unix(7)); the longest name we make below DIR is
 # slurmstepd's spool/nodeNN/nodeNN_JOBID.STEPID

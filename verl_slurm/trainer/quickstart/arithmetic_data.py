@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 
 from verl_slurm.base.errors import DataError
-from verl_slurm.quickstart import build_once
+from verl_slurm.trainer.quickstart import build_once
 
 _OPERANDS = range(10, 70)
 _HELD_OUT_EVERY = 10

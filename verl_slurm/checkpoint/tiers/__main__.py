@@ -1,4 +1,4 @@
-"""`python -m verl_slurm.tiers sync|restore --run RUN`: the daemon starts it as a child. One JSON value on stdout.
+"""`python -m verl_slurm.checkpoint.tiers sync|restore --run RUN`, a child of the daemon. One JSON value on stdout.
 
 It is a process of its own, so that boto3 stays out of the daemon's memory and the process can be killed at any moment:
 an emergency save does not wait for an upload.
@@ -15,9 +15,9 @@ import msgspec
 from verl_slurm.base.errors import TierAway, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.tiers.fetch import fetch_newest
+from verl_slurm.checkpoint.tiers.mover import lower_priority, sync
 from verl_slurm.config.load import load_resolved
-from verl_slurm.tiers.fetch import fetch_newest
-from verl_slurm.tiers.mover import lower_priority, sync
 
 _SURVEY_S = 1800
 """Seconds until the content of the tiers must be known. Backends limit themselves; a mount or a plug-in may not."""
@@ -25,7 +25,7 @@ _SURVEY_S = 1800
 
 def main(args: list[str] | None = None) -> int:
     """Returns the exit code; our own errors are one line on standard error."""
-    parser = argparse.ArgumentParser(prog="python -m verl_slurm.tiers", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m verl_slurm.checkpoint.tiers", description=__doc__)
     parser.add_argument("what", choices=("sync", "restore"), help="one pass; or the newest checkpoint back")
     parser.add_argument("--run", required=True, type=Path, help="the run's directory")
     parser.add_argument("--name", default="", help="of the checkpoint to restore")

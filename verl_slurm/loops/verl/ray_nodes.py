@@ -1,6 +1,6 @@
 """Builds the command lines and the environment of Ray over a job's nodes, as values; pure. As a program it waits:
 
-    python -P -m verl_slurm.verl.ray_nodes NODES GPUS SECONDS
+    python -P -m verl_slurm.loops.verl.ray_nodes NODES GPUS SECONDS
 
 ends when Ray has all nodes and GPUs of the job: so the launcher needs none of Ray's threads. It waits for a placement
 group with one place on every node, without polling.
@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from verl_slurm import rendezvous
+from verl_slurm.loops import rendezvous
 
 _SOCKET_MOST = 107
 """Bytes of a Unix socket's path (unix(7))."""

@@ -1,4 +1,4 @@
-"""`python -m verl_slurm.quickstart model|data SPEC CACHE`: makes a built-in and prints its directory.
+"""`python -m verl_slurm.trainer.quickstart model|data SPEC CACHE`: makes a built-in and prints its directory.
 
 A separate process, because the command line that needs it must not import torch.
 """
@@ -35,7 +35,7 @@ def resolve_model(spec: str, cache: Path) -> Path:
             remedy="set model.path",
         )
     # Here, as it imports torch, and a path or a mistake needs none.
-    from verl_slurm.quickstart.tiny_model import build_model
+    from verl_slurm.trainer.quickstart.tiny_model import build_model
 
     return build_model(cache / name, head_dim=_HEAD_DIMS[name])
 
@@ -57,7 +57,7 @@ def resolve_data(spec: str, cache: Path) -> Path:
             expected="builtin:arithmetic",
             remedy="set data.root",
         )
-    from verl_slurm.quickstart.arithmetic_data import build_data
+    from verl_slurm.trainer.quickstart.arithmetic_data import build_data
 
     return build_data(cache / "arithmetic")
 
@@ -65,7 +65,7 @@ def resolve_data(spec: str, cache: Path) -> Path:
 def main(argv: list[str]) -> int:
     """Prints the directory; returns the exit code."""
     if len(argv) != 3 or argv[0] not in ("model", "data"):
-        sys.stderr.write("usage: python -m verl_slurm.quickstart model|data SPEC CACHE\n")
+        sys.stderr.write("usage: python -m verl_slurm.trainer.quickstart model|data SPEC CACHE\n")
         return ExitCode.USAGE
     kind, spec, cache = argv
     resolve = resolve_model if kind == "model" else resolve_data

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 from transformers.utils import logging as hf_logging
 
-from verl_slurm.quickstart import build_once
-from verl_slurm.quickstart.arithmetic_data import sums
+from verl_slurm.trainer.quickstart import build_once
+from verl_slurm.trainer.quickstart.arithmetic_data import sums
 
 _SEED = 20260101
 _PROMPT_WIDTH = 6

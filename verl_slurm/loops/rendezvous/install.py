@@ -155,7 +155,7 @@ def _handlers(line: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     ) -> Iterator[tuple[Any, int, int]]:
         from torch._C._distributed_c10d import HashStore, Store
 
-        from verl_slurm.rendezvous.store import LeadStore
+        from verl_slurm.loops.rendezvous.store import LeadStore
 
         query = parse_qs(urlsplit(url).query)
         numbers = []

@@ -22,7 +22,7 @@ from typing import Any
 from weakref import WeakSet
 
 from verl_slurm.base.files import read_private
-from verl_slurm.rendezvous.install import after_import, install_on_import, node_of, unknown_version
+from verl_slurm.loops.rendezvous.install import after_import, install_on_import, node_of, unknown_version
 from verl_slurm.wire.environment import CONTROL_VARIABLE
 from verl_slurm.wire.store_line import RANKS_KEY_NAME, StoreLine
 
@@ -45,7 +45,7 @@ def install_everywhere() -> None:
 
 
 def _replace_tcp_store(line: StoreLine) -> None:
-    from verl_slurm.rendezvous.store import LeadStore
+    from verl_slurm.loops.rendezvous.store import LeadStore
 
     class TCPStore(LeadStore):
         """Takes the arguments of torch's own. A master that asks for any port gets a number of the run's own."""

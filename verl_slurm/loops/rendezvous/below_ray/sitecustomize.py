@@ -1,7 +1,7 @@
 """Python imports this at the start of each process below Ray, before any program of it: `rendezvous.everywhere`.
 
-PYTHONPATH holds this directory (`verl.ray_nodes`). Python continues if a `sitecustomize` raises, so a failure here ends
-the process: it would otherwise talk to strangers.
+PYTHONPATH holds this directory (`ray_nodes`). Python continues if a `sitecustomize` raises, so a failure here
+ends the process: it would otherwise talk to strangers.
 """
 
 import os
@@ -10,7 +10,7 @@ from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 
 try:
-    from verl_slurm.rendezvous.everywhere import install_everywhere
+    from verl_slurm.loops.rendezvous.everywhere import install_everywhere
     from verl_slurm.wire.hang_records import answer_with_stacks
 
     install_everywhere()
