@@ -91,7 +91,6 @@ class Run:
     """A run: its directory, and the jobs that work on it.
 
     Args:
-        path: the run's directory.
         notes: what `submit` had to say.
 
     Raises:
@@ -118,11 +117,7 @@ class Run:
             return None
 
     def status(self) -> RunStatus:
-        """Returns where the run stands.
-
-        Raises:
-            SlurmMissing: never: without an answer the state has a `?`.
-        """
+        """Returns where the run stands; if Slurm does not answer, the state has a `?`."""
         return _beside_any_loop(self._status)
 
     def _status(self) -> RunStatus:

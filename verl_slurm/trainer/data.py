@@ -4,9 +4,8 @@ The order is a function of (seed, epoch). `sample_id` counts the responses of th
 prompt (`rollout.samples_per_prompt`). It identifies an epoch, a prompt (`sample_id // n`) and one of its responses. So
 an offset is the whole state, and the noise of a response needs no other key.
 
-The prompt's text alone decides on which side of the division it is, the same on every machine and for every seed. So a
-prompt that occurs twice in the data is on one side both times, and an added line moves no other. A held-out prompt
-never trains, evaluated or not: switching the evaluation on or off changes nothing of the training.
+The prompt's text alone decides on which side of the division it is, the same on every machine and for every
+seed. A held-out prompt never trains, evaluated or not.
 """
 
 import hashlib
@@ -36,11 +35,7 @@ from verl_slurm.trainer.objective.counter_rng import Purpose, permutation
 
 
 def plain_text(where: str, prompt: Prompt) -> str:
-    """Returns the prompt unchanged; it must be text.
-
-    Raises:
-        DataError: it is a conversation.
-    """
+    """Returns the prompt unchanged. Raises `DataError` for a conversation."""
     if isinstance(prompt, str):
         return prompt
     raise no_conversations(where)
@@ -53,12 +48,13 @@ def as_text(
 
     Args:
         template: a chat template; None: the tokenizer's own.
-        clock: what a template takes for now, or each day would have prompts of its own; None: now.
+        clock: what a template takes for now; None: now.
 
     Raises (when called):
         DataError: no template for a conversation, or the template refuses it.
     """
 
+    # Without a clock of the run's, each day would have prompts of its own.
     given: dict[str, Any] = {} if clock is None else {"strftime_now": clock.strftime}
 
     def render(where: str, prompt: Prompt) -> str:
@@ -102,14 +98,14 @@ def drop_shared(rows: Sequence[Row], held_out: Sequence[Row]) -> list[Row]:
 
 
 def first_by_digest(rows: Sequence[Row], most: int) -> list[Row]:
-    """Returns at most `most` different prompts, in the order of their digests: a fair share of a sorted file."""
+    """Returns at most `most` different prompts, in the order of their digests."""
     # By the digest, not by the file's order: a sorted file would be evaluated on its beginning.
     different = {prompt: (prompt, answer) for prompt, answer in reversed(rows)}  # the first of each stays
     return sorted(different.values(), key=lambda row: (_number(row[0]), row[0]))[:most]
 
 
 def _number(prompt: str) -> int:
-    """Returns the first 64 bits of the SHA-256 of the text."""
+    """Returns the first 64 bits of the text's SHA-256."""
     return int.from_bytes(hashlib.sha256(prompt.encode("utf-8", "surrogatepass")).digest()[:8], "big")
 
 
@@ -158,8 +154,7 @@ def load_tokenizer(model_path: Path) -> PreTrainedTokenizerBase:
 
 
 def end_tokens(model_path: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Returns the tokens that end a response: those of Hugging Face's `generate`, and the tokenizer's. A chat model
-    often ends its turn with another token than its tokenizer names.
+    """Returns the tokens that end a response: those of Hugging Face's `generate`, and the tokenizer's.
 
     Raises:
         DataError: the model directory names no token ids there.
@@ -173,6 +168,7 @@ def end_tokens(model_path: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[in
             found=error,
             remedy="fix eos_token_id in that file",
         ) from None
+    # A chat model often ends its turn with another token than its tokenizer names.
     return tuple(dict.fromkeys([int(tokenizer.eos_token_id), *named]))
 
 
@@ -251,9 +247,6 @@ class PromptData:
     """All prompts of a run that train, or those of its evaluation.
 
     Args:
-        root: a directory of data files.
-        tokenizer: the model's.
-        config: names of the keys, longest prompt, whether to shuffle.
         seed: the run's seed; it alone decides the order of every epoch.
         held_out: at most this many of the held-out prompts, never shuffled; None: those that train.
         samples_per_prompt: n.
@@ -264,8 +257,7 @@ class PromptData:
 
     Raises:
         DatasetDrift: a file is not the recorded one.
-        DataError: no file, no row, a broken row, or a prompt longer than `max_prompt_tokens`
-            (cutting it would silently change the question).
+        DataError: no file, no row, a broken row, or a prompt longer than `max_prompt_tokens`.
     """
 
     def __init__(
@@ -340,7 +332,7 @@ class PromptData:
         return len(self._prompts)
 
     def row(self, sample_id: int) -> int:
-        """Returns the line (counted over all files) that the `sample_id`-th response of the run answers."""
+        """Returns which of these prompts the `sample_id`-th response of the run answers."""
         # A function of the sample id alone: the offset is all that a resume needs, on any number of ranks.
         epoch, position = divmod(sample_id // self._per_prompt, len(self))
         if not self._shuffle:
@@ -355,8 +347,8 @@ class PromptData:
         """Returns the prompts that the responses `offset .. offset + num` of the run answer.
 
         Returns:
-            sample_id int64 [N]; prompt_ids int64 [N, P], left-padded; prompt_mask bool [N, P];
-            P is always `max_prompt_tokens`, so a batch's shape never depends on its prompts.
+            sample_id int64 [N]; prompt_ids int64 [N, P], left-padded; prompt_mask bool [N, P]. P is always
+            `max_prompt_tokens`.
         """
         rows = [self.row(sample_id) for sample_id in range(offset, offset + num)]
         # Always as wide as the longest allowed: kernels may round by shape, so a batch's shape must not vary.

@@ -1,9 +1,6 @@
 """Forces deterministic kernels, and explains the refusal where an operator has none.
 
-The mode is strict, not `warn_only`. With warnings torch *keeps* the nondeterministic backward pass of its attention
-kernels on CUDA (flash and memory-efficient alike, see attention_backward.cu). Every update would differ in its last
-bits. All that the trainer itself computes has a deterministic kernel. A model that uses an operator without one is
-refused by name.
+All that the trainer itself computes has them. A model with an operator that has none is refused by name.
 """
 
 import os
@@ -21,7 +18,7 @@ _NO_KERNEL = "does not have a deterministic implementation"
 
 
 def settle(device: torch.device, *, deterministic: bool) -> None:
-    """Sets up determinism. Call once per process, before the first work on `device`.
+    """Sets up determinism, once per process before the first work on `device`.
 
     Raises:
         ConfigError: the environment sets cuBLAS to something else.
@@ -39,6 +36,9 @@ def settle(device: torch.device, *, deterministic: bool) -> None:
                 expected=" or ".join(_WORKSPACES),
                 remedy="unset the variable, or set deterministic=false",
             )
+    # Strict, not `warn_only`: with warnings torch keeps the nondeterministic backward pass of its attention
+    # kernels on CUDA (flash and memory-efficient alike, see attention_backward.cu). Every update would differ
+    # in its last bits.
     torch.use_deterministic_algorithms(True)
     # It would choose a convolution's kernel by timing, each time anew.
     torch.backends.cudnn.benchmark = False
@@ -49,17 +49,14 @@ def settle(device: torch.device, *, deterministic: bool) -> None:
 
 @contextmanager
 def explaining() -> Iterator[None]:
-    """Wraps all work. An operator that torch refuses is a configuration error, because a restart does not change it.
-
-    Raises:
-        ConfigError: instead of torch's own complaint.
-    """
+    """Wraps all work; raises `ConfigError` instead of torch's own complaint about an operator."""
     try:
         yield
     except RuntimeError as error:
         # torch raises a plain RuntimeError; its text is what tells.
         if _NO_KERNEL not in str(error):
             raise
+        # A configuration error, because a restart does not change it.
         raise ConfigError(
             "this model needs an operator that gives other bits each time on a GPU",
             where="deterministic",
@@ -71,13 +68,11 @@ def explaining() -> Iterator[None]:
 
 @contextmanager
 def warned_only(device: torch.device) -> Iterator[None]:
-    """Wraps an engine on a GPU that brings its own kernels and runs forward only.
-
-    Its samples are journaled and not sampled again, so a refusal would cost more than it saves.
-    """
+    """Wraps an engine on a GPU that brings its own kernels and runs forward only."""
     if device.type != "cuda" or not torch.are_deterministic_algorithms_enabled():
         yield
         return
+    # Its samples are journaled and not sampled again, so a refusal would cost more than it saves.
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield

@@ -1,10 +1,7 @@
-"""Evaluates on the held-out prompts, in pieces, without affecting the training.
+"""Evaluates on the held-out prompts, in pieces; the training has the same bits with or without it.
 
-The result is a function of the actor's weights, the held-out prompts, the seed and the step. It is a few numbers in the
-step's row. Its noise has its own streams, every generator is restored, and the sampler already has the weights that the
-next step samples with. So training continues with the same bits with or without an evaluation.
-
-A partial evaluation is not saved: a run that stops in the middle repeats all of it.
+The numbers are a function of the actor's weights, the held-out prompts, the seed and the step. A partial
+evaluation is not saved: a run that stops in the middle repeats all of it.
 """
 
 from collections.abc import Sequence
@@ -23,10 +20,8 @@ from verl_slurm.trainer.rollout.engines import RolloutEngine
 
 
 def num_pieces(num_prompts: int, size: int, world_size: int) -> int:
-    """Returns how many micro-batches of `size` every rank goes through; in the last some ranks may have none.
-
-    All ranks need the same number: between two pieces they agree on whether to go on.
-    """
+    """Returns each rank's number of micro-batches of `size`; in the last one some ranks may have none."""
+    # The same on every rank: between two pieces they agree on whether to go on.
     return -(-num_prompts // (size * world_size))
 
 
@@ -34,12 +29,9 @@ class Evaluator:
     """One rank's share of every evaluation.
 
     Args:
-        data: the held-out prompts, all of them (`PromptData(held_out=...)`).
         size: prompts sampled at once.
         temperature: 0: greedy.
         ranks: all that have a sampler; rank r of N takes every N-th micro-batch starting at r.
-
-    Runs on every rank.
     """
 
     def __init__(
@@ -92,8 +84,7 @@ class Evaluator:
         self._done += 1
 
     def take(self) -> dict[str, float]:
-        """Returns the numbers of a whole evaluation over all ranks, for the step's row; empty if there was none.
-        Collective.
+        """Returns a whole evaluation's numbers over all ranks; empty if there was none. Collective.
 
         Names begin with `eval/`: reward and its deviation over the prompts, response_tokens per prompt, finished (the
         share of responses that ended by themselves), prompts.

@@ -217,9 +217,8 @@ class Learner:
 
     @property
     def replays_until(self) -> int:
-        """Returns the last step of which this rank still has journaled rollouts; -1: none. They were sampled by weights
-        that the reward of that time has trained.
-        """
+        """Returns the last step of which this rank still has journaled rollouts; -1: none."""
+        # They were sampled by weights that the reward of that time has trained.
         return max((step for step, _ in self._replay), default=-1)
 
     # ---- advantage
@@ -304,7 +303,6 @@ class Learner:
     def _policy_terms(
         self, logprobs_NT: Tensor, entropy_NT: Tensor, batch: Batch, tokens: float, kl_coef: float
     ) -> _Terms:
-        """Returns the actor's loss over a micro-batch, and its share of the metrics."""
         train, mask = self._config.train, batch["response_mask"]
         mean = mean_of(
             train.loss_aggregation,
@@ -337,7 +335,6 @@ class Learner:
         return loss, found
 
     def _value_terms(self, values_NT: Tensor, batch: Batch, tokens: float) -> _Terms:
-        """Returns the critic's loss over a micro-batch, and its share of the metrics."""
         value = value_loss(
             values_NT,
             batch["old_values"],
@@ -356,7 +353,6 @@ class Learner:
         return self._evaluator is not None and not self._evaluator.finished
 
     def _evaluate(self, state: TrainState) -> None:
-        """Evaluates one piece. The state has nothing of it before the step ends."""
         # Pieces without positions: the state has nothing of them, so a run that is stopped here repeats the evaluation.
         step, evaluator = state.position.step, self._evaluator
         if evaluator is None:
@@ -371,11 +367,7 @@ class Learner:
     # ---- the end of a step
 
     def finish_step(self, state: TrainState) -> dict[str, float]:
-        """Turns the buffers into the step's metrics, moves the KL controller, empties the buffers. Collective.
-
-        Returns:
-            The row that was added to the history: the same bits on every rank.
-        """
+        """Returns the step's row, the same bits on each rank; moves the KL, empties buffers. Collective."""
         buffers = state.buffers
         rollouts, scored = stacked(buffers.rollouts), stacked(buffers.scored)
         mask = rollouts["response_mask"]

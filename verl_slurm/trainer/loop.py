@@ -60,8 +60,7 @@ class Loop:
     """Drives one rank from the position of its state to the end.
 
     Args:
-        saved_as: the checkpoint that `state` was loaded from, empty for a fresh start. It answers a save request
-            that arrives before anything has happened.
+        saved_as: the checkpoint that `state` was loaded from, empty for a fresh start.
         rewards: replaces the reward between two steps; None: the reward never changes.
     """
 
@@ -85,6 +84,7 @@ class Loop:
         self._rewards = rewards
         # The newest checkpoint that answers a request. Partial saves never stand here: no run resumes from them.
         self._saved: tuple[Position, SavedCheckpoint] | None = None
+        # It answers a save request that arrives before anything has happened.
         if saved_as:
             self._saved = (state.position, SavedCheckpoint(name=saved_as, seconds=0.0, num_bytes=0))
         self._saving: _Saving | None = None
@@ -203,11 +203,12 @@ class Loop:
         return self._saved is not None and self._saved[0] == self._state.position
 
     def _tries_again(self) -> bool:
-        """Begins the last save again if it failed: without it all steps since the one before would be done again."""
+        """Begins the last save again if it failed."""
         if not self._last_tries or (
             self._saved is not None and self._is_saved() and self._saved[1].on_shared
         ):
             return False
+        # Without it the next start would do all steps since the save before again.
         pause, *self._last_tries = self._last_tries
         # Alike on all ranks: a failed save fails on all of them.
         time.sleep(pause)
@@ -263,19 +264,21 @@ class Loop:
         self._saving = _Saving(position, request_id, why, outcome)
 
     def _save_partial(self) -> None:
-        """Begins a partial save of the present position. No run resumes from it, so the daemon is not involved."""
+        """Begins a partial save of the present position."""
         if self._saving is not None:  # the daemon should know that what follows may be a wait for storage
             position = self._state.position
             self._session.save_started(0, position.step, safe_point(position, self._shape))
         # One arena serves full and partial saves.
         self._settle_first()
+        # No run resumes from it, so no request is answered with it.
         components = partial_domains(self._config.checkpoint)
         self._pace.partial_starts()
         outcome = self._checkpointer.begin_partial(self._state, components)
         self._saving = _Saving(self._state.position, 0, ", ".join(components), outcome, partial=True)
 
     def _settle_first(self) -> float:
-        """Waits for the save in progress, because there is one staging arena; returns the seconds it took."""
+        """Waits for the save in progress; returns the seconds it took."""
+        # There is one staging arena.
         if self._saving is None:
             return 0.0
         started = time.perf_counter()
@@ -286,10 +289,7 @@ class Loop:
         return waited
 
     def _settle(self) -> None:
-        """Waits for the save that was begun, if any, and reports its outcome. All ranks call it at the same point.
-
-        A failed save is reported, and training continues.
-        """
+        """Waits for the save that was begun, if any, and reports its outcome. All ranks at the same point."""
         if self._saving is None:
             return
         # Forgotten first: whatever is raised below, the loop must not wait for the same save again.
@@ -298,6 +298,7 @@ class Loop:
             done = saving.outcome.result()
         # RanksFailed comes on all ranks alike, so all of them continue, or all of them leave.
         except RanksFailed as error:
+            # Reported, and training continues.
             if saving.partial:
                 self._pace.partial_ends()
                 text = f"partial save failed: {error.one_line()}"

@@ -72,15 +72,10 @@ def load_pretrained(
 ) -> nn.Module:
     """Loads a whole model in eval mode on the CPU from a local directory of safetensors, or refuses with a clear error.
 
-    Nothing is downloaded, no code of the directory is run, and no pickle is read. This function decides which kernels
-    compute attention and experts.
+    Nothing is downloaded, no code of the directory is run, and no pickle is read.
 
     Args:
-        auto_class: `AutoModelForCausalLM` or a sibling.
-        path: Hugging Face model directory.
         key: the config key that named it, for the error.
-        attention: `model.attn_implementation`.
-        options: for `from_pretrained`.
 
     Raises:
         DataError: no model there, not one that Hugging Face knows, or parameters are missing.
@@ -136,7 +131,6 @@ def load_pretrained(
 
 
 def _class_of(auto_class: Any, config: Any, path: Path, key: str) -> Any:
-    """Returns the class that `auto_class` would build."""
     # Asked before the load: transformers' own refusal lists every class that it knows.
     if type(config) not in auto_class._model_mapping:
         causal = auto_class is AutoModelForCausalLM
@@ -160,7 +154,6 @@ def _class_of(auto_class: Any, config: Any, path: Path, key: str) -> Any:
 
 
 def _attention(wanted: Attention, model_class: Any, config: Any, path: Path) -> str:
-    """Returns the attention to pass to `from_pretrained`."""
     has = {
         "sdpa": model_class._supports_sdpa,
         "flash_attention_2": model_class._supports_flash_attn,
@@ -191,22 +184,14 @@ def _attention(wanted: Attention, model_class: Any, config: Any, path: Path) -> 
 
 
 def load_causal_lm(path: Path, *, dtype: str = "float32", attention: Attention = "auto") -> nn.Module:
-    """Loads the whole, unsharded policy network in eval mode on the CPU.
-
-    Raises:
-        DataError, ConfigError: see `load_pretrained`.
-    """
+    """Loads the whole, unsharded policy network in eval mode on the CPU; raises as `load_pretrained`."""
     return load_pretrained(
         AutoModelForCausalLM, path, "model.path", dtype=getattr(torch, dtype), attention=attention
     )
 
 
 def load_critic(path: Path, *, dtype: str = "float32", attention: Attention = "auto") -> nn.Module:
-    """Loads the policy's transformer with a scalar head that starts at zero, in eval mode, on the CPU.
-
-    Raises:
-        DataError, ConfigError: see `load_pretrained`; or it cannot have such a head.
-    """
+    """Loads the policy's transformer with a scalar head, as `load_causal_lm`; also raises as `ValueModel`."""
     return ValueModel(load_causal_lm(path, dtype=dtype, attention=attention)).eval()
 
 
@@ -238,19 +223,12 @@ def build_models(
     shape: DistributedConfig | None = None,
     roles: Sequence[Role] = ROLES,
 ) -> Models:
-    """Loads and shards the reference and all models that train. Collective where `mesh` is given: every rank calls it.
+    """Loads and shards the reference and all models that train, in eval mode. Collective with `mesh`.
 
     Args:
-        path: Hugging Face model directory, seen by every rank.
-        dtype: `float32` or `bfloat16`.
         mesh: with axes `pp`, `dp` and `tp` (gloo on CPU, NCCL on CUDA), or None for one unsharded process.
-        device: where the parameters live.
-        attention: `model.attn_implementation`.
         shape: precision and recomputing; None: neither.
         roles: the models that train; a critic that is not among them is not built.
-
-    Returns:
-        Models in eval mode: dropout must be off, or the ratio of new to old policy would not start at 1.
 
     Raises:
         DataError: no model there, or not one that Hugging Face knows.
@@ -259,6 +237,7 @@ def build_models(
     shape = shape or DistributedConfig()
     # Whole on each rank first: the cuts work on Hugging Face's own modules.
     # Each from the file: what is loaded are views of it, which a copy in memory would only make several times slower.
+    # In eval mode: dropout must be off, or the ratio of new to old policy would not start at 1.
     actor = load_causal_lm(path, dtype=dtype, attention=attention).to(device)
     critic = load_critic(path, dtype=dtype, attention=attention).to(device) if "critic" in roles else None
     reference = load_causal_lm(path, dtype=dtype, attention=attention).to(device).requires_grad_(False)
@@ -335,11 +314,7 @@ def _chosen(distribution: Tensor, batch: Batch) -> Tensor:
 def read_logprobs(
     logits: Tensor, batch: Batch, *, temperature: float, learns_entropy: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Computes log probabilities and entropies from the logits [N, T + 1, V] of a passage: see `logprobs_and_entropy`.
-
-    Args:
-        learns_entropy: False: the entropies are for display, and carry no gradient.
-    """
+    """`logprobs_and_entropy` from a passage's logits [N, T + 1, V]. `learns_entropy`: with its gradient."""
     distribution = _distribution(logits, temperature)
     # Detached, no [N, T, V] product is kept for the backward pass.
     spread = distribution if learns_entropy else distribution.detach()
@@ -386,11 +361,7 @@ def _response_logits(model: nn.Module, batch: Batch) -> Tensor | None:
 
 
 def values(critic: nn.Module, batch: Batch) -> Tensor:
-    """Returns the critic's value before each response token, float32 [N, T], on its device.
-
-    Sharded: a collective forward. The numbers are meaningless outside the response mask, and on all stages of a
-    pipeline except the last.
-    """
+    """Returns the critic's value before each response token, float32 [N, T]; see `logprobs_and_entropy`."""
     given = passage(batch, _device(critic))
     if isinstance(critic, Stage):
         scored = critic.score_pass(given)
@@ -402,7 +373,6 @@ def run_passes(model: nn.Module, given: Passage, micro_batch: int, loss_of: Loss
     """Runs forward and backward of a mini-batch, micro-batch by micro-batch; adds to the gradients. Collective.
 
     Args:
-        micro_batch: rows of one.
         loss_of: maps a micro-batch's logits [N, T + 1, V] and its rows in the mini-batch to its loss. Losses are
             summed. A pipeline calls it on the last stage only.
     """
@@ -417,7 +387,6 @@ def run_passes(model: nn.Module, given: Passage, micro_batch: int, loss_of: Loss
 
 
 def _nothing(batch: Batch) -> Tensor:
-    """Returns a placeholder column of the right shape, for a stage that does not know its content."""
     return torch.zeros(batch["response_ids"].shape)
 
 

@@ -1,12 +1,10 @@
-"""Sets up where a rank runs, before anything is loaded: its number, its device, its threads, and the other ranks.
+"""Sets up where a rank runs, before anything is loaded: number, device, threads, and the other ranks.
 
-`check_product` and `check_sum` compute what is known beforehand, of small integers: exact in float32 in any order, and
-with TF32. `write_on_request` writes torch's Flight Recorder down as JSON when the agent asks, by a byte in a pipe. A
-thread answers, since the main thread waits in a collective. NCCL's own answer is a pickle, which nothing here reads.
+`check_product` and `check_sum` compute known results of small integers: exact in float32 in any order, and
+with TF32. `write_on_request` writes torch's Flight Recorder as JSON when the agent asks through a pipe.
 
-A wrong configuration is refused permanently. A node that lost a GPU which the run had before is a crash instead: a
-later start, or another node, may fix it. `device: auto` does not permit falling back to the CPU, a thousand times
-slower.
+A wrong configuration is refused permanently. A node that lost a GPU which the run had before is a crash
+instead: a later start, or another node, may fix it.
 """
 
 import os
@@ -51,11 +49,7 @@ class Place:
 
     @classmethod
     def from_environ(cls, environ: "os._Environ[str] | dict[str, str]") -> "Place":
-        """Reads RANK, LOCAL_RANK and WORLD_SIZE.
-
-        Raises:
-            ConfigError: they are not set: torchrun did not start this process.
-        """
+        """Reads torchrun's RANK, LOCAL_RANK and WORLD_SIZE. Raises `ConfigError` if they are not set."""
         try:
             rank, local, world = (int(environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
         except (KeyError, ValueError) as error:
@@ -118,10 +112,7 @@ class DeviceLost(VerlSlurmError):
 
 
 def choose_device(config: RunConfig, local_rank: int) -> torch.device:
-    """Chooses the device of a rank.
-
-    Args:
-        local_rank: among the ranks of this node.
+    """Chooses the device of a rank, by its number on this node.
 
     Raises:
         ConfigError: a GPU is asked for, and this node has none or too few for its ranks.
@@ -179,11 +170,7 @@ class WrongSum(VerlSlurmError):
 
 
 def check_product(device: torch.device) -> None:
-    """Multiplies two matrices on `device`.
-
-    Raises:
-        WrongProduct: the result is not the known one.
-    """
+    """Multiplies two matrices on `device`; raises `WrongProduct` if the result is not the known one."""
     rows = torch.arange(_PERIOD, dtype=torch.float32)
     # Values from -3 to 3. Both matrices repeat a small block, so the product repeats the blocks' product.
     left = (rows[:, None] * 2 + rows[None, :] * 3) % _PERIOD - 3
@@ -203,11 +190,7 @@ def check_product(device: torch.device) -> None:
 
 
 def check_sum(device: torch.device, rank: int, world_size: int) -> None:
-    """Sums over all ranks, on their default group. All ranks call it.
-
-    Raises:
-        WrongSum: the result is not the known one.
-    """
+    """Sums over all ranks, on their default group; raises `WrongSum` on a wrong result. Collective."""
     places = torch.arange(_SUMMED, dtype=torch.float32, device=device) % _PERIOD
     summed = places * (rank + 1)
     dist.all_reduce(summed)
@@ -221,11 +204,7 @@ def check_sum(device: torch.device, rank: int, world_size: int) -> None:
 
 
 def write_on_request(control: Path, rank: int) -> None:
-    """Starts the thread; without a pipe or a place for the files it does nothing.
-
-    Args:
-        control: the agent's directory on this node, 0700 and new for each start.
-    """
+    """Starts the thread that answers; does nothing without a pipe or a place for the files."""
     prefix = os.environ.get(DUMP_VARIABLE)
     if not prefix:
         return
@@ -234,12 +213,14 @@ def write_on_request(control: Path, rank: int) -> None:
         os.mkfifo(pipe, 0o600)
         # For both directions: with a writer of its own, a read waits and never meets an end.
         fd = os.open(pipe, os.O_RDWR | os.O_CLOEXEC)
+        # A thread answers, since the main thread waits in a collective.
         threading.Thread(target=_serve, args=(fd, prefix, rank), name="flight", daemon=True).start()
 
 
 def _serve(fd: int, prefix: str, rank: int) -> None:
     while os.read(fd, 1):
         for function, backend in _DUMPS.items():
+            # NCCL's own answer is a pickle, which is never read.
             dump = getattr(torch._C._distributed_c10d, function, None)
             # It informs; nothing that fails here may reach the training.
             with suppress(Exception):

@@ -1,7 +1,6 @@
 """Reports of a rank: messages to its daemon, one line a step on stdout, curves for TensorBoard.
 
-Nothing here changes a number of the training or may stop it. The daemon is told first: it acts on the message, and
-receives it even if the disk is too full for a line.
+Nothing here changes a number of the training or may stop it. The daemon is told first.
 """
 
 from collections.abc import Callable
@@ -34,13 +33,11 @@ def progress_line(row: dict[str, float], timings: dict[str, float], total_steps:
 
 
 class Reporter:
-    """Reports of one rank: its session's, and for people a line and curves. Reports that need a session alone are
-    there.
+    """Reports of one rank: its session's, and for people a line and curves.
 
     Args:
         tensorboard: where rank 0 writes its curves.
-        first_step: whole steps done at the start. Curves of an earlier attempt from there on are purged: their steps
-            are done again.
+        first_step: whole steps done at the start.
         gpu_memory: percent of this rank's GPU in use; None without one.
     """
 
@@ -105,9 +102,7 @@ class Reporter:
         self.notice(text, topic="evaluation")
 
     def stalled(self, seconds: float) -> None:
-        """Reports that training waited for a save: for an unfinished copy, or for a previous save still being
-        written.
-        """
+        """Reports that training waited `seconds` for a save."""
         self._stall_s += seconds
 
     def saved(self, request_id: int, done: SavedCheckpoint, why: str) -> None:

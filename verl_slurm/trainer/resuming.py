@@ -46,8 +46,7 @@ def checkpoint_directory(paths: RunPaths, resume: str, *, by_hand: bool) -> Path
     """What `--resume` means: a name in this run's checkpoints, nothing, or by hand also a path.
 
     Args:
-        by_hand: there is no daemon. A daemon copies a foreign checkpoint into the run first, and verifies it
-            there; so a path from one is a mistake.
+        by_hand: there is no daemon.
 
     Raises:
         ConfigError: it is no checkpoint's name, and no path where one is allowed.
@@ -57,6 +56,8 @@ def checkpoint_directory(paths: RunPaths, resume: str, *, by_hand: bool) -> Path
     # The pattern has no slash: a name cannot lead out of the run.
     if CHECKPOINT_NAME.fullmatch(resume):
         return paths.checkpoints / resume
+    # A daemon copies a foreign checkpoint into the run first, and verifies it there: a path from one is a
+    # mistake.
     if by_hand and "/" in resume:
         return Path(resume)
     raise ConfigError(
@@ -69,9 +70,7 @@ def checkpoint_directory(paths: RunPaths, resume: str, *, by_hand: bool) -> Path
 
 
 def require_verified(directory: Path, keys: Keyring | None = None) -> None:
-    """Check every byte of a checkpoint before it is opened, its layout, and with keys who made it.
-
-    Runs on rank 0.
+    """Check every byte of a checkpoint before it is opened, its layout, and with keys who made it. On rank 0.
 
     Raises:
         KeyRefused: it needs a key that is not there.
@@ -95,7 +94,6 @@ def check_manifest(
 
     Args:
         frozen: digest of each model that does not train, as it is now; of the reward nothing is asked here.
-        paths: of the run, which has records of those models.
 
     Raises:
         ConfigError: the checkpoint is of another algorithm, or of another shape and another step.
@@ -220,11 +218,8 @@ def load_replay(
 ) -> dict[tuple[int, int], Arrays]:
     """A data-parallel rank's rollouts in the ledger that lie before it, by (step, global micro-batch). Collective.
 
-    Damage in the ledger costs only time: what was in it is sampled again, the same.
-
-    Where rollouts of the running step were once refused (`trainer.rollout.engines`), those that `state` holds may
-    be the same: it is put back to the beginning of the step. Nothing was learned from them yet, and what has been
-    sampled since is in the ledger.
+    Where rollouts of the running step were once refused (`trainer.rollout.engines`), those that `state` holds
+    may be the same: it is put back to the beginning of the step.
 
     Args:
         dp_rank: None: another rank of the replica looks for this one.
@@ -258,6 +253,7 @@ def load_replay(
             keys=keys,
         )
     # All ranks together: those of a replica that are not its leader have not looked.
+    # Nothing was learned from them yet, and what has been sampled since is in the ledger.
     if ranks.max([int(early and position.step in refused)])[0]:
         state.position, state.buffers = Position(position.step), Buffers()
     ahead = (position.step, first_generation(state.position, shape) * shape.dp_size)
@@ -274,12 +270,7 @@ def where_it_starts(
     *,
     foreign: Path | None = None,
 ) -> str:
-    """One line for people: what was restored.
-
-    Args:
-        foreign: where the checkpoint lies, if not among this run's own.
-        dataset: the data set's fingerprint now.
-    """
+    """Returns what was restored, in a line for people; `foreign`: the checkpoint's place outside this run."""
     replay = f"{num_replay} micro-batches of rank 0 in the ledger to replay"
     if manifest is None:
         return f"starting from the beginning; {replay}"

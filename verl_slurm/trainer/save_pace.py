@@ -1,12 +1,8 @@
-"""Decides when this run saves and what it reports about its storage: measures, agrees, and calls the pure decisions.
+"""Decides when this run saves and what it reports about its storage, by calling the pure decisions.
 
-`checkpoint/decide/cadence.py` decides; this module supplies its inputs. Rank 0 measures and plans the interval, and all
-ranks take its number, because a save that not all ranks begin never ends.
-
-`CostMeter` measures the cost of a step, and of a save to the training, from the times of whole steps alone. A save
-works in the background. Its cost is neither its duration nor just the time that training stood still: it also competes
-for cores, memory and disk. So its cost is the extra length of the steps that it overlapped, against steps without a
-save. A single difference is noise where steps differ (longer answers); the median of many is not.
+Rank 0 measures and plans the interval, and all ranks take its number. `CostMeter` knows the times of whole
+steps alone. A save costs the extra length of the steps that it overlapped, against the median step without a
+save: it also competes for cores, memory and disk.
 """
 
 import threading
@@ -39,13 +35,7 @@ _MEASURED = 16
 
 
 class CostMeter:
-    """Receives each whole step and each save of this process.
-
-    Args:
-        clock: monotonic seconds.
-
-    Runs on rank 0.
-    """
+    """Receives each whole step and each save of this process; `clock` gives monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -67,9 +57,7 @@ class CostMeter:
         return median(self._costs) if self._costs else None
 
     def step_end(self, step: int) -> None:
-        """Records that `step` whole steps are done. Leaves out the first of a process (compiling, first
-        allocations).
-        """
+        """Records that `step` whole steps are done; the first of a process does not count."""
         now = self._clock()
         # Without a mark it is the first step of this process, with its compiling and first allocations.
         if self._mark is not None and step > self._mark[0]:
@@ -87,15 +75,12 @@ class CostMeter:
             self._beside = []
 
     def leave_out(self, seconds: float) -> None:
-        """Subtracts `seconds` from the current step. An evaluation would otherwise count as the cost of a save."""
+        """Subtracts `seconds` from the current step."""
+        # An evaluation would otherwise count as the cost of a save.
         self._left_out_s += seconds
 
     def save_began(self, *, counts: bool = True) -> None:
-        """Records that a save now runs beside the steps.
-
-        Args:
-            counts: it is one of those whose cost is asked for.
-        """
+        """Records that a save now runs beside the steps; `counts`: its cost is asked for."""
         # Steps that a partial save has touched already are too long for this one's cost.
         self._counts = counts and (self._counts or not self._touched)
         self._under_way = self._touched = True
@@ -116,10 +101,8 @@ class SavePace:
 
     Args:
         step: whole steps done at the start.
-        state_bytes: about how large the first checkpoint will be.
+        state_bytes: estimated size of the first checkpoint.
         clock: monotonic seconds.
-
-    Runs on every rank at every position.
     """
 
     def __init__(
@@ -157,9 +140,7 @@ class SavePace:
         self._seen: tuple[StorageNotice, ...] = ()
 
     def due(self, state: TrainState) -> SaveDue:
-        """Returns whether a periodic save is due at the position of `state`; `save` is the same on every rank.
-        Collective.
-        """
+        """Returns whether a save is due at this position, the same on every rank. Collective."""
         position = state.position
         # Step 0 has nothing to lose: a fresh start gives the same numbers.
         if position.phase != "step_end" or position.step == 0:
@@ -194,10 +175,9 @@ class SavePace:
         return is_partial_due(self._config.checkpoint, step=position.step, full=none)
 
     def partial_starts(self) -> None:
-        """Records the begin of a partial save. It slows steps down, too, but must not count as the cost of a full
-        one.
-        """
+        """Records the begin of a partial save."""
         self._saving = True
+        # It slows steps down, too, but must not count as the cost of a full save.
         self._meter.save_began(counts=False)
 
     def partial_ends(self) -> None:
@@ -206,25 +186,18 @@ class SavePace:
         self._meter.save_ended()
 
     def save_starts(self, step: int) -> None:
-        """Records the begin of a save after `step` whole steps, and measures free space in the background.
-
-        A file system that has gone away does not answer until it returns, and training must go on.
-        """
+        """Records the begin of a save after `step` whole steps, and measures free space in the background."""
         # Recorded at the attempt, not at success: if every save fails, not every step should try.
         self._last_save, self._saving = step, True
         self._meter.save_began()
         # One look at a time: where storage does not answer, threads would pile up.
         if self._ranks.rank == 0 and (self._looking is None or not self._looking.is_alive()):
+            # In a thread: a file system that has gone away does not answer, and training must go on.
             self._looking = threading.Thread(target=self._look, name="storage", daemon=True)
             self._looking.start()
 
     def saved(self, *, num_bytes: int, seconds: float) -> None:
-        """Records a successful save.
-
-        Args:
-            num_bytes: over all ranks.
-            seconds: from its begin until it was durable.
-        """
+        """Records a save of `num_bytes` over all ranks that was durable `seconds` after its begin."""
         self._end()
         self._durable_s.append(seconds)
         if self._ranks.rank == 0:
@@ -277,9 +250,7 @@ class SavePace:
         )
 
     def _say_if_changed(self, interval: Interval) -> None:
-        """Reports an interval unless it repeats: not a new reason for the same number, nor the number of a run that
-        never changes.
-        """
+        """Reports an interval whose number has changed enough since the last report."""
         before, cadence = self._said, self._config.checkpoint.cadence
         if cadence == "fixed":
             return

@@ -46,14 +46,11 @@ def live_tensors(models: Models, optimizers: Optimizers) -> dict[str, Tensors]:
 
 
 class Checkpointer:
-    """Saves this run's state in the background and keeps the number of checkpoints in bounds.
+    """Saves this run's state in the background and keeps the number of checkpoints in bounds; on every rank.
 
     Args:
-        attempt: the attempt that this is.
         resumed_from: name of the checkpoint of this run that was verified and loaded; empty: none.
         keys: what keeps older ones from being removed must be signed with one of them.
-
-    Runs on every rank.
     """
 
     def __init__(
@@ -75,10 +72,10 @@ class Checkpointer:
         self._saver, self._ledger, self._schema, self._attempt = saver, ledger, schema, attempt
         # Now, while shared storage is there: a save to the nodes' own disks must not need it.
         self._orchestration = read_regular(paths.orchestration, DATA_FILES) if rank == 0 else b""
-        # Retention keeps ASSURED_KEPT of these, so it drops nothing that might be the last good checkpoint.
         self._removing = Removing()
+        # Known to be whole without being read: verified before we loaded it, or committed by ourselves.
+        # Retention keeps ASSURED_KEPT of these, so it drops nothing that might be the last good checkpoint.
         self._assured = {resumed_from} - {""}
-        """Known to be whole without being read: verified before we loaded it, or committed by ourselves."""
 
     def begin(
         self,
@@ -113,11 +110,7 @@ class Checkpointer:
         return capture_state(state, self._shape, rank=self._rank, world_size=world_size)
 
     def close(self, *, hurry: bool = False) -> None:
-        """Once nothing is being saved any more: end the saver process.
-
-        Args:
-            hurry: what is still being removed is left to the next start.
-        """
+        """Ends the saver process once no save runs; with `hurry` removals are left to the next start."""
         self._saver.close()
         if not hurry:
             self._removing.close()

@@ -1,7 +1,6 @@
 """Builds one rank: models, data, and the state to start from.
 
-Rank 0 computes all that every rank must agree on (digests, the first start's layout) and sends it to all. So all refuse
-together or none.
+Rank 0 computes and sends what every rank must agree on: all refuse together or none.
 """
 
 import hashlib
@@ -136,7 +135,6 @@ class _Parts:
     """What is made of the model's files, and the saver of its tensors.
 
     Attributes:
-        eos_ids: the tokens that end a response.
         vocabulary: number of tokens that the model knows; None: its configuration does not say.
     """
 
@@ -158,7 +156,6 @@ class _Restored:
     Attributes:
         loaded: the position as the checkpoint has it. `state.position` is earlier in the step where rollouts of the
             ledger were refused.
-        live: one handle for learner, evaluator and swap: a replacement reaches all of them at the same point.
     """
 
     state: TrainState
@@ -325,7 +322,7 @@ def _load(start: _Start, owned: ExitStack) -> _Parts:
 
 
 def _restore(start: _Start, parts: _Parts) -> _Restored:
-    """Loads the checkpoint, or makes the state of a first step, with its reward and the rollouts of its step."""
+    """Loads the checkpoint, or makes the state of a first step; with the reward and the step's rollouts."""
     config, paths, ranks, keys = start.config, start.paths, start.ranks, start.keys
     # A segment for each rank and attempt: a restart within the attempt appends behind its last whole record.
     ledger = Ledger(paths, start.session.attempt, ranks.rank, keys=keys)
@@ -350,6 +347,7 @@ def _restore(start: _Start, parts: _Parts) -> _Restored:
     if config.checkpoint.store_frozen and ranks.rank == 0:
         used = {state.reward.digest, *(switch.digest for switch in plan.switches)}
         start.copies.read_back(used | set(start.digests.frozen.values()))
+    # One handle for learner, evaluator and swap: a replacement reaches all of them at the same point.
     live = LiveReward(build_reward(state.reward.spec, device=start.device, digest=state.reward.digest))
     loaded = state.position
     # A replica's leader reads for its ranks: two nodes may see different ends of one file for a moment (decision 0006).
@@ -496,9 +494,7 @@ def _first_look(
 
 
 def _may_hold_prompts(tree: Fingerprint) -> dict[str, Content]:
-    """Selects the files that may hold prompts: there may also be a million images, which the other ranks need not
-    know.
-    """
+    # A data set may also have a million images, which the other ranks need not know.
     return {
         name: (entry.size, entry.sha256)
         for name, entry in tree.files.items()

@@ -1,8 +1,8 @@
 """Shows the main job for real: submit, preempt in mid-step, save, requeue, resume, and the proof.
 
-Two runs of one configuration. A more urgent job preempts the first in the middle of a step's generation; the second,
-its twin, is left alone. `verl-slurm inspect --bits` then compares all weights of the two. Without Slurm the same
-happens on submitit's local executor. A signal then stands for the preemption, and the demo says so.
+Two runs of one configuration. A more urgent job preempts the first in the middle of a step's generation; the
+second, its twin, is left alone. Then all weights of the two are compared, as by `verl-slurm inspect --bits`.
+Without Slurm the same happens on submitit's local executor. A signal then stands for the preemption.
 """
 
 import os
@@ -79,7 +79,6 @@ def run_demo(
     """Runs the whole demo.
 
     Args:
-        config: the configuration to run.
         overrides: `key=value` words for both runs.
         directory: where the two runs are made.
         without_slurm: stay on this machine, even if Slurm is installed.
@@ -248,17 +247,13 @@ def _end_local(paths: RunPaths) -> None:
 
 
 def _rewards(paths: RunPaths) -> list[float]:
-    """Returns the mean reward of the first and the last steps, from the newest checkpoint's metric history."""
+    """Returns the mean reward of each step in the newest checkpoint's history, oldest first."""
     metadata = msgspec.json.decode((newest_checkpoint(paths.root) / "metadata.json").read_bytes())
     return [row["reward"] for row in metadata["history"]]
 
 
 def timings(events: list[Event]) -> Timing:
-    """Returns the times of a run's first preemption. Pure.
-
-    Raises:
-        StopIteration: there was none, or the run did not come back.
-    """
+    """Returns the times of a run's first preemption; raises StopIteration if a part is missing. Pure."""
     # The first of each kind after the one before it: a second interruption would bring all of them again.
     cause = _first(events, lambda event: isinstance(event, Cause) and event.cause == "preemption")
     saved = _first(events, lambda event: isinstance(event, Saved) and event.emergency, cause)

@@ -4,9 +4,8 @@ verl and vLLM open both by themselves, on all interfaces, and authenticate no pe
 pickle from a ZeroMQ socket, and vLLM's `StatelessProcessGroup` from a store.
 
 * A `TCPStore` becomes a prefix of the lead's store and listens nowhere.
-* Each ZeroMQ socket on TCP speaks CURVE (RFC 26). Both ends have one key pair, derived from the restart's key: a
-  stranger does not know the public half either, without which no handshake begins. A socket for which the program
-  set a mechanism keeps it.
+* Each ZeroMQ socket on TCP speaks CURVE (RFC 26). Both ends have one key pair, derived from the restart's
+  key. A socket for which the program set a mechanism keeps it.
 
 A run of the user's own loop is not changed in this way: it may talk to servers outside the run.
 """

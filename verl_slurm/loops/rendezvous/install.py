@@ -1,9 +1,9 @@
 """Installs the run's own rendezvous below torch's: `env://` and `tcp://` of `init_process_group`, and gloo's groups.
 
 A process that torchrun started would open a TCPStore on all interfaces, or connect to one, and neither side
-authenticates the other. Here both handlers return the lead's store. Each gloo group, however it is built, is checked
-before its constructor returns. If a version of torch has no such place to hook, the process ends with one line, because
-it would be unprotected.
+authenticates the other. Here both handlers return the lead's store. Each gloo group, however it is built, is
+checked before its constructor returns. With a version of torch that has no such place to hook, the process
+ends with one line.
 
 gloo takes the first connection with the right pair number. So when a gloo group is built, each rank sends every other
 rank a proof over the very connections that the group will use:
@@ -41,9 +41,7 @@ from verl_slurm.wire.environment import CONTROL_VARIABLE
 _PLACE = "torch.distributed.distributed_c10d"
 """Once this is imported, every replaced function exists."""
 _PROOF_S = 180.0
-"""Timeout for a peer's proof, as long as a link may be silent. All ranks have connected by then, so it takes
-milliseconds.
-"""
+"""Timeout for a peer's proof, as long as a link may be silent. Usually it takes milliseconds."""
 
 _PROOF_BYTES = 32
 _MOST_NAMED = 8
@@ -58,11 +56,7 @@ _calls: dict[str, int] = {}
 
 
 def install() -> None:
-    """Replaces the handlers now; torch.distributed is imported. Does nothing without a daemon.
-
-    Raises:
-        ConfigError: this torch is not built as expected.
-    """
+    """Replaces the handlers now; does nothing without a daemon. Raises `ConfigError` for an unknown torch."""
     global _installed
     control = os.environ.get(CONTROL_VARIABLE)
     if _installed or not control:
@@ -224,16 +218,11 @@ def _check_gloo(line: Any, key: bytes) -> None:
 
 
 def _proof(key: bytes, nonce: bytes, sender: int, receiver: int) -> bytes:
-    """Returns the proof that `sender` sends to `receiver`."""
     return hmac.new(key, b"gloo" + nonce + _PAIR.pack(sender, receiver), hashlib.sha256).digest()
 
 
 def _wrong_peers(key: bytes, nonce: bytes, rank: int, said: bytes) -> list[int]:
-    """Lists the peers that did not send their proof.
-
-    Args:
-        said: the received bytes, _PROOF_BYTES of each rank in turn.
-    """
+    """Lists the peers that did not send their proof; `said` has _PROOF_BYTES of each rank in turn."""
     words = [said[at : at + _PROOF_BYTES] for at in range(0, len(said), _PROOF_BYTES)]
     return [
         peer
@@ -246,8 +235,7 @@ def _wrong_peers(key: bytes, nonce: bytes, rank: int, said: bytes) -> list[int]:
 def _require_our_peers(backend: Any, store: Any, rank: int, size: int, line: Any, key: bytes) -> None:
     """Exchanges proofs with all peers of a new group, over its own connections, without unpickling anything.
 
-    If the other end of one does not belong to this run, the daemon is told and the process ends. An exception could be
-    caught, and the group be used.
+    If the other end of one does not belong to this run, the daemon is told and the process ends.
 
     Raises:
         RuntimeError: torch's own: a peer is gone, or silent for `_PROOF_S`.
@@ -317,10 +305,10 @@ def _others_connected() -> list[str]:
 
 
 def _end_of(in_table: str) -> str:
-    """Returns address and port for people. An address that is mapped into IPv6 is the same one: each end may see the
-    connection in its own way."""
+    """Returns address and port for people."""
     from verl_slurm.wire.tcp_table import address_of
 
+    # An address that is mapped into IPv6 is the same one: each end may see the connection in its own way.
     host, _, port = in_table.rpartition(":")
     return f"{address_of(host)}:{int(port, 16)}"
 

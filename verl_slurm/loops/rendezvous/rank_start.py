@@ -1,15 +1,14 @@
 """Installs the run's rendezvous below torch's (`install`), and then becomes the program that it was started with.
 
-`__main__`, sys.argv and tracebacks are those of `python PROGRAM ARGS...` or `python -m PROGRAM ARGS...`. So this is not
-part of `__main__`: the program's names replace the contents of that module.
+`__main__`, sys.argv and tracebacks are those of `python PROGRAM ARGS...` or `python -m PROGRAM ARGS...`.
 
     python -P -m verl_slurm.loops.rendezvous [-m] PROGRAM ARGS...
     python -P -m verl_slurm.loops.rendezvous --imports IMPORTS
 
-The second form is a rank that stands by: it imports what the ranks before it have imported (`wire.standing_by`, the
-file IMPORTS), has no number yet, and sleeps until its launcher says through standard input what to run. If that ends
-without orders, so does this process. It has not touched a device: a process that has initialised CUDA does not wait.
-Where a module has read a variable that now has another value, all begins anew.
+The second form is a rank that stands by: it imports what the ranks before it have imported
+(`wire.standing_by`, the file IMPORTS), has no number yet, and sleeps until its launcher says through standard
+input what to run. If that ends without orders, so does this process. Where a module has read a variable that
+now has another value, all begins anew.
 """
 
 import os
@@ -50,6 +49,7 @@ def _stand_by(imports: Path) -> None:
     with watched:
         import_all(imports)
     torch = sys.modules.get("torch")
+    # A process that has initialised CUDA does not wait.
     if torch is not None and torch.cuda.is_initialized():
         sys.stderr.write("verl-slurm: an import initialised CUDA: this process does not stand by\n")
         os._exit(1)
@@ -77,6 +77,7 @@ def _become(path: str) -> None:
     main = vars(sys.modules["__main__"])
     loader = SourceFileLoader("__main__", path)
     code = compile(loader.get_data(path), path, "exec", dont_inherit=True)
+    # Apart from `__main__.py`, because the program's names replace the contents of that module.
     for name in [name for name in main if not (name.startswith("__") and name.endswith("__"))]:
         del main[name]
     main.update(__file__=path, __spec__=None, __loader__=loader, __package__=None, __doc__=None)

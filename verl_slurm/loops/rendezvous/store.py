@@ -15,10 +15,9 @@ from verl_slurm.wire.messages import MAX_KEY, MAX_VALUE, StoreAnswer, StoreCall
 from verl_slurm.wire.store_line import StoreLine
 
 _FOREVER = timedelta(days=7)
+# Keeps stores alive. C++ holds the C++ half of a store alone; without its Python half its methods would be
+# pure virtual.
 _KEPT: list["LeadStore"] = []
-"""Keeps stores alive. C++ holds the C++ half of a store alone; without its Python half its methods would be pure
-virtual.
-"""
 
 
 def _bytes(value: "str | bytes") -> bytes:
@@ -28,8 +27,8 @@ def _bytes(value: "str | bytes") -> bytes:
 class LeadStore(Store):
     """The restart's keys below `prefix`.
 
-    Raises, in each method: DistStoreError: a key did not appear in time. RuntimeError: the lead refuses (a limit).
-    WireError: the agent is gone.
+    Each method raises DistStoreError: a key did not appear in time. WireError: the lead refuses (a limit), or
+    the agent is gone.
     """
 
     timeout: timedelta

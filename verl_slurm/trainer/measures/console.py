@@ -1,8 +1,4 @@
-"""Writes lines for people from a rank, if it can; a failure never stops training.
-
-Standard output of a rank is a file beside the checkpoints. A disk too full for a line may have room again later, or may
-have had room for the save that the line reports.
-"""
+"""Writes lines for people from a rank, if it can; a failure never stops training."""
 
 import contextlib
 import sys
@@ -20,6 +16,7 @@ def complain(text: str) -> None:
 
 
 def _write(stream: TextIO, text: str) -> None:
+    # OSError: standard output is a file beside the checkpoints, whose disk may be full for now.
     # ValueError: the stream is closed.
     with contextlib.suppress(OSError, ValueError):
         stream.write(text + "\n")

@@ -1,7 +1,6 @@
 """Computes the columns of a step that describe it: the spread of scores, the quality of the critic, and what it cost.
 
-Training does not depend on them. The costs (`step_costs`) go to the curves, the daemon and `steps.jsonl`, never into
-the history.
+Training does not depend on them. The costs (`step_costs`) never go into the history.
 """
 
 import math
@@ -21,15 +20,13 @@ def step_measures(
     *,
     group: int | None = None,
 ) -> dict[str, float]:
-    """Returns columns of the step's row, the same bits on every rank. Collective.
+    """Returns columns of the step's row, the same bits on every rank. Collective, once a step.
 
     Args:
         scored: scores [N]; old_values [N, T] where there is a critic.
         estimates: returns [N, T] where there is a critic.
         mask: bool [N, T], true on response tokens.
         group: consecutive responses whose rewards are compared with each other; None: all of the step.
-
-    Runs at the end of each step.
     """
     scores = scored["scores"].double()
     mine = [float(len(scores)), float(scores.sum()), float((scores * scores).sum())]
@@ -94,20 +91,15 @@ def step_costs(
     trained_tokens: int,
     memory: int,
 ) -> dict[str, float]:
-    """Returns all timings of a whole step of this rank.
+    """Returns the timings of a whole step of this rank in seconds, tokens a second, and bytes.
 
     Args:
         phases: seconds of `generate`, `score`, `update`, and of `evaluate` if the step was evaluated.
         parts: `actor_update_s`, `critic_update_s`, `communication_s` (`trainer.measures.stopwatch`).
-        step_s: from the end of the previous step, or from the begin of training, with saves and all waiting.
+        step_s: since the previous step or the begin of training, with saves and all waiting.
         waited_s: in small collectives between the ranks (`Collective.waited_s`).
-        new_tokens: that were sampled, over all ranks; those of replayed rollouts do not count.
+        new_tokens: sampled over all ranks; replayed rollouts do not count.
         trained_tokens: that the actor was updated on, over all ranks and epochs.
-        memory: `memory_bytes`.
-
-    Returns:
-        `generate_s`, `score_s`, `update_s`, maybe `eval_s`, and parts; `tokens_per_second` of sampling; `step_s`;
-        `communication_share` of the step; `actor_tokens_per_second` of the actor's updates; `memory_bytes`.
     """
     timings = {f"{name}_s": phases.get(name, 0.0) for name in ("generate", "score", "update")}
     if "evaluate" in phases:

@@ -1,9 +1,7 @@
-"""Measures seconds of named parts of a step: by the clock on a CPU, by stream events on a GPU, where calls return
-early.
+"""Measures seconds of named parts of a step: by the clock on a CPU, by stream events on a GPU.
 
-`watch_collectives` measures each FSDP2 collective. On a CPU it blocks the rank for its whole duration, including the
-wait for slower ranks. On a GPU the time is from begin to end on its own stream, and the part that overlaps computation
-costs nothing.
+`watch_collectives` measures each FSDP2 collective: on a CPU with the wait for slower ranks, on a GPU from
+begin to end on its own stream, where a part that overlaps computation costs nothing.
 """
 
 import contextlib
@@ -24,10 +22,6 @@ class Stopwatch:
     """Adds up measurements by name since the last `take`.
 
     Two ways to measure may overlap: laps (`start`, then a `lap` after each part) and spans (a `with` block).
-
-    Args:
-        device: whose work is measured.
-        clock: monotonic seconds.
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -90,10 +84,7 @@ def memory_bytes(device: torch.device) -> int:
 
 
 class GpuMemory:
-    """How full this rank's GPU is, read at most once a second: the driver takes some ten microseconds to answer.
-
-    Runs at every safe point.
-    """
+    """How full this rank's GPU is, read at most once a second."""
 
     def __init__(
         self,
@@ -106,12 +97,11 @@ class GpuMemory:
         self._due, self._percent = 0.0, 0.0
 
     def percent(self) -> float | None:
-        """Returns the memory in use as a share of the total, including allocators' caches and other processes. None: no
-        GPU.
-        """
+        """Returns the percent of memory in use, also by other processes; None: no GPU, or no answer."""
         if self._device.type != "cuda":
             return None
         now = self._clock()
+        # The driver takes some ten microseconds to answer, and this runs at every safe point.
         if now >= self._due:
             # Also where the look fails: a driver in trouble must not be asked at every safe point.
             self._due = now + 1.0
@@ -123,12 +113,10 @@ class GpuMemory:
         return self._percent
 
 
-# Not public, but required by `set_custom_all_gather`. torch is pinned, and a test runs this on real ranks.
-
-
 COMMUNICATION = "communication_s"
 
 
+# Not public, but required by `set_custom_all_gather`. torch is pinned, and a test runs this on real ranks.
 class _AllGather(DefaultAllGather):
     def __init__(self, watch: Stopwatch) -> None:
         self._watch = watch
@@ -149,9 +137,7 @@ class _ReduceScatter(DefaultReduceScatter):
 
 
 def watch_collectives(models: Iterable[nn.Module | None], watch: Stopwatch) -> None:
-    """Makes `watch` measure the collectives of the sharded ones among `models`. The collectives and their bits stay the
-    same.
-    """
+    """Makes `watch` measure the collectives of the sharded ones among `models`; their bits stay the same."""
     gather, scatter = _AllGather(watch), _ReduceScatter(watch)
     for model in models:
         for module in model.modules() if model is not None else ():

@@ -1,8 +1,8 @@
 """Turns a score for each sample into an advantage for each token, with the penalty for the distance to the reference.
 Pure.
 
-N samples, T response positions; `mask` is true up to and including the end-of-sequence token. `estimate` chooses by
-the configured algorithm; `AdaptiveKL` moves the penalty's coefficient from step to step.
+N samples, T response positions; `mask`, bool [N, T], is true up to and including the end-of-sequence token.
+`estimate` chooses by the algorithm; `AdaptiveKL` moves the penalty's coefficient from step to step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,8 +27,6 @@ def token_kl(
     Args:
         logprobs: float [N, T], of the policy that sampled.
         ref_logprobs: float [N, T], of the reference, at the same temperature.
-        mask: bool [N, T].
-        estimator: k1 or k3.
     """
     # `where`, not a product with the mask: padding may hold an inf, and 0 x inf is NaN.
     kl = torch.where(mask, logprobs - ref_logprobs, torch.zeros_like(logprobs))
@@ -43,7 +41,6 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
         scores: float [N], one for each whole response.
         kl: float [N, T], from `token_kl`.
         mask: bool [N, T]; every sample has at least one true position.
-        kl_coef: beta.
 
     Returns:
         float [N, T], 0 outside the mask.
@@ -66,7 +63,6 @@ def gae(
     Args:
         rewards: float [N, T].
         values: float [N, T]; V_t is the value before token t is chosen.
-        mask: bool [N, T].
         gamma: discount a token.
         gae_lambda: 0: one-step; 1: Monte Carlo.
 
@@ -90,17 +86,13 @@ def gae(
 def penalised_scores(scores: Tensor, kl: Tensor, kl_coef: float) -> Tensor:
     """Subtracts beta times the whole response's KL from its score: the reward of a response as one action.
 
-    Ahmadian et al. 2024 (arXiv:2402.14740, eq. 4): an advantage for whole responses leaves no token to charge a token's
-    KL to.
+    Source: Ahmadian et al. 2024 (arXiv:2402.14740, eq. 4).
 
     Args:
         scores: float [N].
         kl: float [N, T], from `token_kl`, 0 outside the mask.
-        kl_coef: beta.
-
-    Returns:
-        float [N].
     """
+    # An advantage for whole responses leaves no token to charge a token's KL to.
     return scores - kl_coef * kl.sum(dim=1)
 
 
@@ -115,7 +107,6 @@ def group_advantages(
 
     Args:
         rewards: float [N], the responses to a prompt consecutive, N a multiple of `group`.
-        mask: bool [N, T].
         group: responses to a prompt, at least 2.
         scale: divide by the standard deviation or not. It is the unbiased one (n - 1), as in TRL.
         eps: keeps a group of equal rewards at 0, as in TRL.
@@ -144,14 +135,13 @@ def whiten(x: Tensor, mask: Tensor, moments: Tensor, *, eps: float = 1e-8) -> Te
 
     Args:
         x: float [N, T], this rank's share.
-        mask: bool [N, T].
-        moments: float64 [3], of all ranks together (`masked_moments`); float64 because the variance is a
-            difference of two sums.
+        moments: float64 [3], of all ranks together (`masked_moments`).
         eps: keeps a constant batch finite.
     """
     count = moments[0].clamp(min=1.0)
     mean = moments[1] / count
     # Clamped: of a constant batch, rounding leaves a difference slightly below 0.
+    # Moments are float64, because the variance is a difference of two sums.
     variance = (moments[2] / count - mean * mean).clamp(min=0.0)
     white = (x.to(torch.float64) - mean) * torch.rsqrt(variance + eps)
     return torch.where(mask, white, torch.zeros_like(white)).to(x.dtype)
@@ -170,7 +160,6 @@ def estimate(
     Args:
         scored: scores [N], old_logprobs, ref_logprobs, with a critic old_values [N, T]: this rank's, of a whole step,
             with the responses to a prompt consecutive.
-        mask: bool [N, T].
         kl_coef: of the penalty; unused where the KL is in the loss.
         total: sums numbers over all ranks; collective, called by PPO alone.
 
@@ -214,8 +203,6 @@ class AdaptiveKL:
             the window is kept.
         size: steps in the window.
         window: KL of the last steps, oldest first, at most `size`.
-
-    Runs at the end of each step.
     """
 
     coef: float
@@ -224,10 +211,7 @@ class AdaptiveKL:
     window: tuple[float, ...] = ()
 
     def update(self, kl: float) -> "AdaptiveKL":
-        """Returns the state after a step whose samples had a mean KL of `kl` nats.
-
-        Raises ValueError for a `kl` that is not finite: it would poison the coefficient permanently.
-        """
+        """Returns the state after a step with a mean KL of `kl` nats. Raises ValueError for NaN and infinity."""
         # The coefficient is a product of all former ones, so one NaN would stay in it.
         if kl != kl or kl in (float("inf"), float("-inf")):
             raise ValueError(f"KL is not finite: {kl}")

@@ -45,8 +45,6 @@ def uniforms(
     """Draws one uniform number in [0, 1) for each sample and token position.
 
     Args:
-        seed: the run's seed.
-        step: the training step that samples.
         sample_ids: global prompt counters, N of them.
         num_tokens: T.
         sample_index: index among several samples of the same prompt.
@@ -66,10 +64,8 @@ def permutation(seed: int, purpose: Purpose, counter: Sequence[int], size: int) 
     """Returns a random order of `range(size)`, the same for the same arguments on every machine.
 
     Args:
-        seed: the run's seed.
         purpose: `DATA_ORDER` (counter: epoch) or `MINI_BATCH_ORDER` (counter: step, PPO epoch).
         counter: at most three non-negative integers.
-        size: how many positions.
     """
     # stable: equal words, however unlikely, are in one order on every machine.
     return np.argsort(_raw(seed, purpose, counter, size), kind="stable").astype(np.int64)

@@ -1,7 +1,6 @@
-"""Computes the terms of PPO's and GRPO's objectives: pure functions, with shapes in the docstrings and examples worked
-by hand in the tests.
+"""Computes the terms of PPO's and GRPO's objectives, by pure functions.
 
-N samples, T response positions; `mask` is true up to and including the end-of-sequence token.
+N samples, T response positions; `mask`, bool [N, T], is true up to and including the end-of-sequence token.
 
 Gradient accumulation and data parallelism: FSDP averages gradients over the ranks, and token counts differ between
 micro-batches and ranks. A mean over the whole mini-batch therefore needs its denominator from outside: (valid tokens of
@@ -39,7 +38,6 @@ def masked_mean(x: Tensor, mask: Tensor, denominator: float | None = None) -> Te
 
     Args:
         x: float [N, T].
-        mask: bool [N, T].
         denominator: tokens to divide by, see the module docstring.
 
     Returns:
@@ -98,7 +96,6 @@ def policy_loss(
         logprobs: float [N, T], of the policy under training; carries the gradient.
         old_logprobs: float [N, T], of the policy that sampled.
         advantages: float [N, T].
-        mask: bool [N, T].
         clip_ratio: e.
         clip_ratio_high: e' (DAPO, arXiv:2503.14476, section 3.1); None: as e.
         denominator: see `masked_mean`.
@@ -135,8 +132,6 @@ def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, mean: Mean) ->
     Args:
         logprobs: float [N, T], of the policy under training; carries the gradient.
         ref_logprobs: float [N, T], of the reference.
-        mask: bool [N, T].
-        mean: the same as the policy loss's, as both stand in one sum.
 
     Returns:
         Scalar, in nats a token for a mean over tokens.
@@ -163,7 +158,6 @@ def value_loss(
         values: float [N, T]; carries the gradient.
         old_values: float [N, T], of the critic at sampling time.
         returns: float [N, T], the regression targets.
-        mask: bool [N, T].
         value_clip: e, in units of reward.
         denominator: see `masked_mean`.
     """

@@ -1,9 +1,7 @@
 """AdamW over the tensors that a rank holds, all of a model's shards in one call, and the course of its learning rate.
 
-torch's own optimizer steps through DTensors one by one and asks each how it is sharded: milliseconds per update for a
-small model. An update is elementwise, so it needs the local shards only. State, names and the saved form are torch's:
-DTensors laid out like their parameters. Exact: the same shape and the same number of threads give the same bits every
-time.
+State, names and the saved form are torch's: DTensors laid out like their parameters. Exact: the same shape
+and the same number of threads give the same bits every time.
 
 The learning rate is a function of whole steps done, so it has no state to lose. `scheduler.json` in a checkpoint
 records its rates, and a resume refuses when it would compute different ones. Every schedule begins with the same linear
@@ -33,7 +31,6 @@ def learning_rate(base: float, config: TrainConfig, step: int) -> float:
 
     Args:
         base: the highest rate.
-        config: schedule, warm-up, floor (`lr_min_ratio` of base), total steps.
         step: whole steps done, from 0.
     """
     # step + 1: a rate of 0 would make the first step of a run train nothing.
@@ -113,10 +110,7 @@ _FACTORS: dict[str, Callable[[TrainConfig, int], float]] = {
 
 
 class LocalAdamW(AdamW):
-    """torch's AdamW on the local part of every tensor.
-
-    On a CPU it uses torch's fused kernel: one pass over memory. On a GPU it uses `foreach`.
-    """
+    """torch's AdamW on the local part of every tensor: its fused kernel on a CPU, `foreach` on a GPU."""
 
     def __init__(self, params: list[nn.Parameter], *, lr: float, weight_decay: float) -> None:
         on_cpu = all(parameter.device.type == "cpu" for parameter in params)
@@ -127,6 +121,8 @@ class LocalAdamW(AdamW):
     # torch's own.
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> Any:
         found = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
+        # An update is elementwise, so it needs the local shards only. torch would ask each DTensor how it is
+        # sharded: milliseconds per update for a small model.
         for tensors in lists:
             # In place: `step` holds these lists. The kernels then see plain tensors, all of a model in one call.
             tensors[:] = [_local(tensor) for tensor in tensors]

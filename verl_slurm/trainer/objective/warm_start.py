@@ -1,10 +1,9 @@
 """Prevents a jump of the reward's scale when one reward replaces another. Pure.
 
-Two rewards that agree on quality may still use different numbers: a rule in 0 to 1, a classifier in logits of -12 to 9.
-A critic, a KL coefficient and a clip range that balance with the one do not with the other. So the scores of the last
-step under the old reward are kept, and the new reward scores the same responses. An affine map gives them the old mean
-and standard deviation. It applies to all new scores, in full at first and then less and less over the steps of the warm
-start. An affine map with a positive slope changes no order.
+Two rewards that agree on quality may still use different numbers: a rule in 0 to 1, a classifier in logits of
+-12 to 9. So the scores of the last step under the old reward are kept, and the new reward scores the same
+responses. An affine map gives them the old mean and standard deviation. It applies in full at first and then
+less and less over the warm start. An affine map with a positive slope changes no order.
 """
 
 import math
@@ -67,8 +66,7 @@ def matching(
 def blended(full: Affine, done: int, steps: int) -> Affine:
     """Returns the rest of `full` after `done` of `steps` steps: all of it at first, nothing at the end.
 
-    The scale changes by the same factor each step, and the mean moves in proportion to it. Where the rewards' scales
-    are 500 apart, equal pieces of the difference would be a jump of 50 in the first of ten steps.
+    The scale changes by the same factor each step, and the mean moves in proportion to it.
     """
     # Exactly the identity at the end, and for a reward without a warm start.
     if done >= steps:

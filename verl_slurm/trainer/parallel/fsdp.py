@@ -3,8 +3,6 @@
 Each decoder layer is wrapped, with or without mixed precision and recomputing. Exact: with `recompute` every number is
 the one without it, to the bit, because the same operators see the same inputs again. To tolerance: mixed precision
 against float32, by bfloat16's eight bits.
-
-A sampler takes its weights from `whole_parameters`.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,10 +22,7 @@ from verl_slurm.trainer.parallel.pipeline import Stage
 
 
 def policy_of(mixed_precision: str) -> MixedPrecisionPolicy:
-    """Returns FSDP2's policy for `distributed.mixed_precision`.
-
-    With `bfloat16` the shards, the sums of gradients over ranks and all of AdamW stay float32.
-    """
+    """Returns FSDP2's policy; with `bfloat16` shards, sums of gradients and AdamW stay float32."""
     if mixed_precision == "none":
         return MixedPrecisionPolicy()
     # Gradients are summed in float32: in bfloat16 the sum over many ranks loses the small ones.
@@ -35,21 +30,19 @@ def policy_of(mixed_precision: str) -> MixedPrecisionPolicy:
 
 
 _ONE_UNIT_BYTES = 25 << 20
-"""A message as long as those of torch's DDP (`bucket_cap_mb`; Li et al. 2020, VLDB 13 (12), section 3.2.3): in shorter
-ones a collective's start costs more than its bytes.
-"""
+"""As long as the messages of torch's DDP (`bucket_cap_mb`; Li et al. 2020, VLDB 13 (12), section 3.2.3)."""
 
 
 def shard_over_data(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
     """Applies FSDP2 over a mesh of one axis. Collective.
 
-    Each decoder layer is a group, and the rest is one more; each is gathered when needed and released after use. A
-    model as small as one message is one group, which stays gathered from its first use until its weights change: every
-    rank has room for it, and would otherwise wait for each layer twice in each pass. Shards and checkpoints are the
-    same either way.
+    Each decoder layer is a group, and the rest is one more; each is gathered when needed and released after
+    use. A model as small as one message is one group, which stays gathered from its first use until its
+    weights change. Shards and checkpoints are the same either way.
     """
     # One message: in shorter ones a collective's start costs more than its bytes.
     if sum(p.numel() * p.element_size() for p in model.parameters()) <= _ONE_UNIT_BYTES:
+        # Stays gathered: every rank has room for it, and would wait for each layer twice in each pass.
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         return
     for layer in decoder_layers(model):
@@ -59,12 +52,10 @@ def shard_over_data(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPo
 
 
 def recompute_layers(model: nn.Module) -> None:
-    """Makes every decoder layer drop its activations until the backward pass. Before `shard_over_data`.
-
-    The wrapper lies inside FSDP2's hooks, so that a layer's parameters are there when it is computed again.
-    """
+    """Makes every decoder layer drop its activations until the backward pass. Before `shard_over_data`."""
     for layer in decoder_layers(model):
         # Hugging Face's own switch works in training mode only; these models are in eval mode (no dropout).
+        # Inside FSDP2's hooks, so that a layer's parameters are there when it is computed again.
         layer.forward = _forgetting(layer.forward)
 
 
@@ -80,9 +71,8 @@ def _forgetting(forward: Callable[..., Any]) -> Callable[..., Any]:
 def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields every parameter by name, whole, one after the other, on every rank. Collective, to the end.
 
-    One at a time, so that never more than one whole parameter exists beside the model. But a model of one FSDP2 group
-    is gathered at once, as for a forward pass, and stays so: the passes that score the samples need the same weights. A
-    stage's parameters go to the others of its line by broadcast.
+    One at a time, so that never more than one whole parameter exists beside the model. But a model of one
+    FSDP2 group is gathered at once and stays so.
     """
     groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for group in groups:

@@ -11,18 +11,13 @@ from verl_slurm.trainer.parallel.grid import Grid
 
 
 def clip_over_grid(model: nn.Module, max_norm: float, grid: Grid) -> float:
-    """Scales all gradients so that their joint norm is at most `max_norm`; returns the norm before. Collective.
+    """Scales all gradients to a joint norm of at most `max_norm`; returns the norm before. Collective.
 
-    torch's own function is for one mesh and makes one collective per gradient. Here norms are cut over dp, projections
-    over dp and tp, and layers over stages. So every rank sums the squares of the pieces that it alone holds, in
-    float64, and the sums are added in rank order.
-
-    Args:
-        model: this rank's part of it.
-
-    Returns:
-        The same bits on every rank.
+    Every rank sums the squares of the pieces that it counts, in float64; the sums are added in rank order. So
+    the norm has the same bits on every rank.
     """
+    # Not torch's function, which is for one mesh: norms are cut over dp, projections over dp and tp, layers
+    # over stages.
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     counted = [_local(gradient) for gradient in gradients if _counts_here(gradient, grid)]
     # float64: a norm over a whole model is a sum of very many squares.
@@ -37,11 +32,7 @@ def clip_over_grid(model: nn.Module, max_norm: float, grid: Grid) -> float:
 
 
 def require_finite(norm: float, role: str, step: int) -> float:
-    """Returns the norm of a model's gradients if it is finite, before its optimizer uses them. The same on every rank.
-
-    Raises:
-        Diverged: it is not finite. These gradients changed nothing.
-    """
+    """Returns a model's gradient norm, the same on every rank. Raises `Diverged` if it is not finite."""
     # The norm is not finite if one gradient is not, so it is the one number to look at.
     if math.isfinite(norm):
         return norm
@@ -59,7 +50,7 @@ def _local(gradient: Tensor) -> Tensor:
 
 
 def _counts_here(gradient: Tensor, grid: Grid) -> bool:
-    """Returns whether no earlier rank holds the same piece: of replicated tensors, the first copy counts."""
+    """Returns whether no earlier rank holds the same piece."""
     if not isinstance(gradient, DTensor):
         return grid.place.tp == grid.place.dp == 0
     mesh = gradient.device_mesh

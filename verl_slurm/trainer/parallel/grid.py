@@ -4,10 +4,8 @@ sample and score the same rows, bit for bit.
 For a replica of one rank (dp alone) this adds nothing. In a larger one
 
 * one rank, the leader, reads the ledger, journals and counts; the others receive what it found;
-* every rank has a whole copy of the policy to sample with and samples an equal part of the micro-batch's prompts. All
-  parts are exchanged: no rank samples what another does;
-* one rank (the last pipeline stage's first) sends the output of a forward pass, and the reward, to all. No other rank
-  asks the reward.
+* every rank has a whole copy of the policy and samples an equal part of the prompts; parts are exchanged;
+* one rank (the last pipeline stage's first) sends the output of a forward pass, and the reward, to all.
 
 So all of them hold the same buffers however their kernels round. Samples equal those of a data-parallel run to its
 rounding, and have the same bits in the same shape.
@@ -73,11 +71,7 @@ class Grid:
 
 
 def make_grid(shape: Topology, device: torch.device, ranks: Collective) -> Grid:
-    """Arranges all ranks. Collective: every rank makes every group, in the same order.
-
-    Args:
-        ranks: all of them, as many as `shape` says.
-    """
+    """Arranges all ranks, as many as `shape` says. Collective."""
     # A tensor cut over dp and tp is gathered in two steps, and torch would log each time that one step is faster.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     mesh = init_device_mesh(device.type, (shape.pp, shape.dp, shape.tp), mesh_dim_names=("pp", "dp", "tp"))
@@ -133,7 +127,6 @@ class Replica:
         self._ranks, self._speaker = grid.replica, grid.speaker
         self.is_leader = grid.is_leader
         self.speaks = grid.speaks
-        """The model's output is known on this rank first."""
 
     def found(self, look: Callable[[], Batch | None]) -> Batch | None:
         """Returns what the leader finds, or None, on all ranks alike."""

@@ -5,15 +5,12 @@ step, epoch). The result is cut into mini-batches, and each mini-batch into one 
 in rank order. So an update is the same in every shape with the same global batch and global mini-batch
 (`config.changes`): other shapes add the same terms in another order.
 
-A rank therefore trains mostly on responses that other ranks sampled. One all-to-all per step, before the first update
-or the first one after a start, sends each rank the rows that it needs in any epoch. The buffers stay as they were
-sampled. So a save between updates does not change, and a start exchanges again.
+A rank therefore trains mostly on responses that other ranks sampled. One all-to-all per step, before its
+first update in a process, sends each rank the rows that it needs in any epoch. The buffers stay as they were.
 
-The cost, with N responses per rank and step, `dp` ranks and E epochs: a rank holds at most min(E, dp) x N rows more on
-its host until the step ends. During the exchange it is twice that, and where dp is 1 it is nothing. A row has 17 bytes
-per response token and 9 per prompt token. A critic adds 8 per response token, the KL in the loss 4. A step of 1024
-responses of 8192 tokens with a critic is 210 MB in all: over 8 ranks, 26 MB more on each for every epoch. The ranks of
-a replica hold the same rows and exchange them in as many groups side by side.
+The cost, with N responses per rank and step, `dp` ranks and E epochs: a rank holds at most min(E, dp) x N
+rows more on its host until the step ends. During the exchange it is twice that; where dp is 1, nothing. A row
+has 17 bytes per response token, 9 per prompt token. A critic adds 8 per response token, the KL in the loss 4.
 """
 
 from collections.abc import Iterable, Mapping
@@ -43,8 +40,7 @@ def trained_columns(train: TrainConfig) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Deal:
-    """Maps each response of a step to the rank that sampled it and those that train on it. Pure; the same on every
-    rank.
+    """Maps each response of a step to the rank that sampled it and those that train on it. Pure.
 
     A row is a response, counted over all ranks in the order of sample ids.
     """
@@ -94,13 +90,10 @@ class Deal:
 
 
 class MiniBatches:
-    """A rank's piece of each mini-batch of a step. Its construction is collective among the data-parallel ranks.
+    """A rank's piece of each mini-batch of a step. Its construction is collective, once a step.
 
     Args:
-        batch: this rank's rows as they were sampled, all of a step, on the CPU; at least `trained_columns`. With one
-            rank it is kept without a copy. With more, it is not kept: the parts that other ranks need are sent.
-
-    Runs once per step.
+        batch: this rank's rows of the whole step as they were sampled, on the CPU; kept if there is one rank.
     """
 
     def __init__(self, config: RunConfig, step: int, batch: Mapping[str, Tensor], ranks: Collective) -> None:

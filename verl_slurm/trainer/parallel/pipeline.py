@@ -90,7 +90,6 @@ def cut_stage(whole: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
     Args:
         whole: a Hugging Face decoder with a head; it is taken apart.
-        mesh: of pipeline stages.
 
     Raises:
         ConfigError: fewer layers than stages, or the head shares its weight with the embedding.
@@ -175,11 +174,7 @@ class Stage(nn.Module):
         return logits
 
     def score_pass(self, passage: Passage) -> Tensor | None:
-        """Runs a forward pass of one micro-batch through all stages. Collective among them.
-
-        Returns:
-            Logits [N, keep, V] on the last stage, None on the others.
-        """
+        """Runs one micro-batch through all stages: logits [N, keep, V] on the last, else None. Collective."""
         line, self._keep = self.line, passage.keep
         x = passage.ids
         if not line.is_first:

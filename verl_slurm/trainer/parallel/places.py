@@ -4,9 +4,9 @@ The ranks are a grid of pipeline stages × data-parallel indexes × tensor-paral
 
     rank = (pp * DP + dp) * TP + tp
 
-so the ranks that talk most are neighbours on one node. A REPLICA is all ranks of one data-parallel index: together they
-hold the model once, and they work on the same rows. The prompts that a rank samples follow from its data-parallel index
-alone, never from its global rank.
+so the ranks that talk most are neighbours on one node. A REPLICA is all ranks of one data-parallel index:
+together they hold the model once, and they work on the same rows. The prompts that a rank samples follow from
+its data-parallel index alone.
 """
 
 from dataclasses import dataclass
@@ -81,7 +81,6 @@ def axis_groups(shape: Topology) -> dict[str, list[list[int]]]:
 
 
 def leaders(shape: Topology) -> list[int]:
-    """Lists the first rank of every replica, by data-parallel index: it journals, and its buffers represent the
-    replica.
-    """
+    """Lists the first rank of every replica, by data-parallel index."""
+    # A leader journals, and its buffers represent the replica.
     return [group[0] for group in replica_groups(shape)]

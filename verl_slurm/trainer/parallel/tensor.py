@@ -8,8 +8,6 @@ stay whole; every rank of the group computes the same update of them, because th
 single heads (Qwen3's `q_norm`) stays whole, too, and sees the heads of its rank alone: its gradient is summed over the
 ranks before the update (`sum_head_gradients`).
 
-A plan is refused if it does not cut every matrix of a layer, or leaves a parameter beside a cut projection unnamed.
-
 Exact: the same shape gives the same bits every time, interrupted or not. To tolerance: against another number of
 tensor-parallel ranks, because sums over hidden units run in another order.
 """
@@ -45,15 +43,7 @@ _LAYER = re.compile(r"\.\d+\.")
 
 
 def cut_tensors(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Cuts a decoder, in place, over a mesh of one axis. Before FSDP2. Collective.
-
-    Args:
-        model: Hugging Face's, a critic or a stage.
-        mesh: of tensor-parallel ranks; with one rank nothing is done.
-
-    Raises:
-        ConfigError: as `planned`.
-    """
+    """Cuts a decoder in place over tensor-parallel ranks, before FSDP2. Collective. Raises as `planned`."""
     if mesh.size() == 1:
         return
     base = _transformer(model)
@@ -68,9 +58,6 @@ def cut_tensors(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def planned(base: nn.Module) -> dict[str, str]:
     """Returns the plan's word for each module that has one, by name in the transformer.
-
-    Args:
-        base: a Hugging Face transformer without its head.
 
     Raises:
         ConfigError: there is no plan, or one that this trainer cannot follow; `found` says at which word or module.
@@ -102,11 +89,7 @@ def planned(base: nn.Module) -> dict[str, str]:
 
 
 def sum_head_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Sums the gradients of norms that see the heads of their rank alone. Before clipping. Collective.
-
-    Args:
-        mesh: of tensor-parallel ranks.
-    """
+    """Sums the gradients of norms that see their rank's heads alone. Before clipping. Collective."""
     norms = [module for module in model.modules() if getattr(module, "sees_its_heads_alone", False)]
     found = [p.grad for norm in norms for p in norm.parameters() if p.grad is not None]
     if not found or mesh.size() == 1:
@@ -120,9 +103,7 @@ def sum_head_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _transformer(model: nn.Module) -> nn.Module:
-    """Returns the module named by `base_model_prefix`. Critics and stages have one, too, though they are not Hugging
-    Face models.
-    """
+    """Returns the module named by `base_model_prefix`, also of critics and stages."""
     config_of: Any = model
     base: Any = getattr(config_of, "base_model", None)
     return base if base is not None else next(m for m in model.children() if hasattr(m, "base_model_prefix"))

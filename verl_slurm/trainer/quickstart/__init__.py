@@ -14,8 +14,7 @@ __all__ = ["build_once"]
 def build_once(directory: Path, build: Callable[[Path], None], *, required: tuple[str, ...]) -> None:
     """Makes `directory` by `build(temporary directory)` and a rename, unless it exists.
 
-    Several processes may call this at once (two ranks, two jobs): the first rename wins, and the others drop their
-    copy, which is the same.
+    Several processes may call this at once: the first rename wins.
 
     Args:
         directory: the final place; its parent is made if missing.

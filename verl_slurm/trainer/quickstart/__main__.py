@@ -21,7 +21,6 @@ def resolve_model(spec: str, cache: Path) -> Path:
 
     Raises:
         ConfigError: no such built-in model.
-        DataError: something else lies at its place.
     """
     if not spec.startswith(BUILTIN):
         return Path(spec)
@@ -45,7 +44,6 @@ def resolve_data(spec: str, cache: Path) -> Path:
 
     Raises:
         ConfigError: no such built-in data set.
-        DataError: something else lies at its place.
     """
     if not spec.startswith(BUILTIN):
         return Path(spec)

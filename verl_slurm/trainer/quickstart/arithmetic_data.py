@@ -36,10 +36,7 @@ def _jsonl(rows: list[tuple[str, str]]) -> bytes:
 
 
 def build_data(directory: Path) -> Path:
-    """Writes the data set, or finds it already there.
-
-    Args:
-        directory: is made as a whole or not at all; several processes may try at once.
+    """Writes the data set, or finds it already there (`build_once`).
 
     Returns:
         `directory/train`, to be used as `data.root`.

@@ -138,10 +138,9 @@ def _warm_start(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def build_model(directory: Path, *, head_dim: int = 16) -> Path:
-    """Builds the tiny model and its tokenizer, or finds them already there.
+    """Builds the tiny model and its tokenizer, or finds them already there (`build_once`).
 
     Args:
-        directory: is made as a whole or not at all; several processes may try at once.
         head_dim: width of its four attention heads; vLLM's CPU kernels want at least 32.
 
     Returns:

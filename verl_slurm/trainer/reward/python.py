@@ -1,7 +1,4 @@
-"""Runs a user's function as the reward: loaded from the very bytes that were hashed, and its results checked.
-
-Every call's result is checked, because one NaN would spoil the weights permanently and surface much later.
-"""
+"""Runs a user's function as the reward: loaded from the bytes that were hashed, and its results checked."""
 
 import hashlib
 import importlib
@@ -22,13 +19,12 @@ from verl_slurm.base.errors import ConfigError, DataError
 from verl_slurm.config.reward_spec import RewardSpec, check_function, source_file
 
 _SHOWN = 60
+# The ranks load the run's copy of the code, so that a corrected file alone changes nothing.
 _AGAIN = "submit the run again with --code new; it goes on from its newest checkpoint"
-"""The ranks load the run's copy of the code, so that a corrected file alone changes nothing."""
 
 
 class RewardRaised(DataError):
-    """The function raised. If it has worked before, the failure may pass (a judge that it asks was away), and the
-    daemon tries again. If it never worked, it is wrong.
+    """The function raised. If it has worked before, the daemon tries again: its judge may have been away.
 
     Attributes:
         place: type and place of the error, without its text, which may differ each time.
@@ -40,21 +36,14 @@ class RewardRaised(DataError):
 
 
 class PythonReward:
-    """A function (prompts, responses, answers) → one number per response.
-
-    Args:
-        function: gets three lists of texts of the same length.
-        name: as in `model.reward`, for messages.
-    """
+    """A function (prompts, responses, answers) → one number per response; `name` stands in messages."""
 
     def __init__(self, function: Callable[..., object], name: str, source: bytes = b"") -> None:
         self._function, self._name, self._source = function, name, source
         self._worked = False
 
     def __call__(self, prompts: Sequence[str], responses: Sequence[str], answers: Sequence[str]) -> Tensor:
-        """Raises `DataError` for a result other than a list of finite numbers, `RewardRaised` where the function
-        raises.
-        """
+        """Raises `DataError` unless the result is a list of finite numbers; `RewardRaised` where it fails."""
         try:
             # Copies: a function that changes its arguments must not change the trainer's.
             returned = self._function(list(prompts), list(responses), list(answers))
@@ -157,11 +146,7 @@ def load_python_reward(spec: RewardSpec, digest: str = "") -> PythonReward:
 
 
 def _run(spec: RewardSpec, file: Path, source: bytes, digest: str) -> ModuleType:
-    """Returns the module of a source, under its own name: two versions of a source can coexist.
-
-    This also applies to a module: `import_module` would return an earlier import of this process or the content of
-    __pycache__, and the next start might get another. Its relative imports resolve in the package that contains it.
-    """
+    """Returns the module of a source, named by its content: two versions of a source can coexist."""
     # Named by its content: an import of this process by the module's own name would be the former source.
     name = f"verl_slurm_reward_{digest[:16]}"
     parent = "" if spec.is_file else spec.name.rpartition(".")[0]

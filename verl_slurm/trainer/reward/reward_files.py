@@ -58,9 +58,9 @@ def digest_and_keep(paths: RunPaths, reward: str, keep: Keep | None) -> str:
 def write_light_snapshot(paths: RunPaths, number: int, former: Reward, state: RewardState) -> None:
     """Keeps a small record of the reward that the `number`-th replacement removes. Rank 0 only.
 
-    The record is its head and tokenizer configuration, or its source, and rank 0's last scores. It is small whatever
-    the model's size: the whole model is in RUN/frozen.
+    The record is its head and tokenizer configuration, or its source, and rank 0's last scores.
     """
+    # Small whatever the model's size: the whole model is in RUN/frozen.
     directory = private_dir(paths.reward_snapshot(number))
     # A rule has none: it is a function of this package.
     light: Callable[[], dict[str, bytes]] = getattr(former, "light", dict)
@@ -121,10 +121,9 @@ def start_reward(
 
 
 def _number(plan: RewardPlan, state: RewardState, position: Position) -> int:
-    """Returns how many replacements the checkpoint contains.
-
-    A checkpoint from another run brings that run's number; the reward that trained it is checked by its digest.
-    """
+    """Returns how many replacements the checkpoint contains."""
+    # A checkpoint from another run brings that run's number; the reward that trained it is checked by its
+    # digest.
     number = min(state.number, len(plan.switches))
     here = position.step
     # A replacement counts from the step at which it was made: none of the later ones can be in this checkpoint.

@@ -23,7 +23,7 @@ from verl_slurm.trainer.state.pinned_model import pinned_model
 class Reward(Protocol):
     """Must give the same bits for the same texts, use no global randomness, and return finite scores.
 
-    Every rank loads it. Of the ranks that hold one model together, one asks it and tells the others.
+    Every rank loads it; one of each replica asks it.
     """
 
     def __call__(self, prompts: Sequence[str], responses: Sequence[str], answers: Sequence[str]) -> Tensor:
@@ -44,9 +44,8 @@ def decode_responses(tokenizer: PreTrainedTokenizerBase, batch: Batch) -> list[s
 def arithmetic(response: str, answer: str) -> float:
     """Scores how near the last word of `response` is to the integer `answer`, in [0, 1].
 
-    Text before the last word is the policy's working, and is not judged. Any plain integer scores 0.1. If it is as long
-    as the answer, it gets up to 0.2 more for the share of characters right at their place. Only the answer itself
-    scores 1.0.
+    Any plain integer scores 0.1. If it is as long as the answer, it gets up to 0.2 more for the share of
+    characters right at their place. Only the answer itself scores 1.0.
     """
     # The last word alone: the policy may write down its working before it.
     words = response.split()
@@ -84,7 +83,6 @@ class ClassifierReward:
     Args:
         directory: Hugging Face model with its own tokenizer.
         batch_size: texts in one forward pass. Rows are scored in the given order.
-        device: where to score.
         digest: of the directory's fingerprint; empty: any.
 
     Raises:
@@ -162,17 +160,14 @@ class ClassifierReward:
         return whole
 
     def _require_short(self, length: int) -> None:
-        """Refuses a text that is longer than the model's position embeddings, on which a GPU would end with an assert.
-
-        Raises:
-            DataError: it is.
-        """
+        """Raises `DataError` for a text that is longer than the model's position embeddings."""
         limits = [
             # Some classes keep the first rows for themselves: by an offset (OPT), or up to the padding (RoBERTa).
             module.num_embeddings - getattr(module, "offset", 0) - (module.padding_idx or -1) - 1
             for name, module in self._model.named_modules()
             if isinstance(module, torch.nn.Embedding) and ("position" in name or name.endswith("wpe"))
         ]
+        # Beyond them a GPU would end with an assert.
         if limits and length > min(limits):
             raise DataError(
                 "a prompt with its response is too long for the reward model",
@@ -183,9 +178,7 @@ class ClassifierReward:
             )
 
     def light(self) -> dict[str, bytes]:
-        """Returns the files by name that distinguish this reward model from others on the same backbone: its head and
-        its tokenizer's configuration.
-        """
+        """Returns what tells this model from others on its backbone: its head, its tokenizer's configuration."""
         backbone = self._model.base_model_prefix + "."
         # The backbone is left out: RUN/frozen has the whole model.
         head = {
@@ -214,8 +207,7 @@ def build_reward(text: str, *, device: torch.device | None = None, digest: str =
     """Builds the reward that `model.reward` names (`config.reward_spec`).
 
     Args:
-        digest: SHA-256 that the source of a `python:` reward must have, or the fingerprint of a classifier's
-            directory; empty: any.
+        digest: that the source of a `python:` reward, or a classifier's directory, must have; empty: any.
 
     Raises:
         ConfigError: another kind, no rule of that name, no such module or function.

@@ -2,20 +2,18 @@
 
 The order of a replacement, at the end of step k:
 
-1. Rank 0 finds the request. It looks when the daemon hands on an operator's request (the signal that also asks for a
-   save), at the start, and after the first step. Looking never blocks: storage may be away.
+1. Rank 0 finds the request. It looks when the daemon hands on an operator's request (the signal that also
+   asks for a save), at the start, and after the first step. Looking never blocks.
 2. The state before the replacement is saved (trainer.loop).
-3. The new reward is loaded beside the old one and scores the last responses, twice. On a failure the old one stays in
-   force.
-4. The necessary parts of the old one, and then the entry in RUN/rewards.json, become durable. This decides the
-   replacement.
+3. The new reward is loaded beside the old one and scores the last responses, twice; a failure refuses it.
+4. The necessary parts of the old one, and then the entry in RUN/rewards.json, become durable. This decides
+   it.
 5. Its scores of the last responses give the map to the old scale (`warm_start`), and step k is scored with it.
 
 An interruption before 4 has changed nothing. One after 4 reaches step k again and does 5 with the same numbers, as the
 last responses and their scores are part of the state.
 
-A run that was set back replays the samples in its ledger. A request that is found meanwhile waits until the run is past
-them: those responses come from weights that the old reward has trained.
+A run that was set back replays its ledger. A request that is found meanwhile waits until that is done.
 """
 
 import threading
@@ -66,10 +64,8 @@ class RewardSwap:
 
     Args:
         plan: the run's record, the same on all ranks.
-        texts: (prompts, responses, answers) of a batch.
         keep: copies a model; None: no copies.
         counts: this rank tries a new reward for its replica, whose ranks all have the same responses.
-        load: (reward, digest) → the reward.
     """
 
     def __init__(
@@ -140,8 +136,7 @@ class RewardSwap:
 
         Raises:
             Fenced: another attempt owns the run.
-            RanksFailed: the recorded replacement fails, or its recording is uncertain: a crash, after which the record
-                counts.
+            RanksFailed: a recorded replacement fails, or its recording is uncertain: the record counts.
         """
         # Decided in an earlier attempt, so a failure is a crash here and no refusal.
         if isinstance(due, RewardSwitch):
@@ -191,9 +186,8 @@ class RewardSwap:
     # ---- the wish
 
     def _look_unasked(self, step: int) -> None:
-        """Looks at the start, and once more after the first step, for a request from before the daemon could hand it
-        on.
-        """
+        """Looks at the start, and once more after the first step."""
+        # A request may be from before the daemon could hand it on.
         if self._first_step is None:
             self._first_step = step
             self.look()
@@ -226,9 +220,7 @@ class RewardSwap:
     # ---- the replacement
 
     def _try(self, reward: str, digest: str, state: RewardState) -> tuple[Reward, Tensor | None]:
-        """Loads it, and one rank of each replica scores the last responses with it. A run without a finished step has
-        none.
-        """
+        """Loads the reward; one rank of each replica scores the last responses with it, if there are any."""
         new = self._load(reward, device=self._device, digest=digest)
         if not state.cached:
             return new, None

@@ -1,12 +1,10 @@
 """Defines the common interface of the rollout engines, which sample from the policy; selects a run's, and checks it.
 
-An engine holds its own copy of the weights and receives them anew each step (`sync`). For every engine the noise of a
-sample depends on the run's seed, the step and the sample alone (`counter_rng`). So a sample that is taken again, after
-an interruption or in another batch, is the same sample.
+An engine holds its own copy of the weights and receives them anew each step (`sync`). In each the noise of a
+sample depends on the run's seed, the step and the sample alone (`counter_rng`).
 
-The check: PPO takes the actor's own log probabilities as those of the behaviour policy. An engine with other weights (a
-sync was lost, or lost a tensor) would give the wrong gradient, and that would look like bad luck. Two programs never
-agree to the last bit, but a lost sync changes far more.
+The check: PPO takes the actor's own log probabilities as those of the behaviour policy. An engine with other
+weights (a sync was lost) would give the wrong gradient. A lost sync changes far more than rounding does.
 
 Measured with configs/quickstart.yaml (learning rate 5e-4, 8 updates a step) on a CPU, mean over a step's tokens:
 
@@ -41,9 +39,7 @@ class RolloutEngine(Protocol):
 
     @property
     def collective(self) -> bool:
-        """Returns whether all ranks must call `generate` together; a rank that needs nothing passes prompts of no
-        rows.
-        """
+        """Returns whether all ranks must call `generate` together, if need be with prompts of no rows."""
 
     def sync(self, actor: nn.Module) -> None:
         """Copies the actor's weights. Collective where the actor is sharded; once a step."""
@@ -69,9 +65,6 @@ def build_engine(
     ranks: Collective,
 ) -> RolloutEngine:
     """Builds the engine that `rollout.engine` names. Collective.
-
-    Args:
-        model: the directory to read the model's shape from.
 
     Raises:
         ConfigError: it is not installed, or cannot sample from this model.
@@ -101,11 +94,7 @@ def build_engine(
 
 
 def gap_limit(set_to: float | None, dtype: str) -> float:
-    """Returns `rollout.max_logprob_gap`, or its default if unset.
-
-    Args:
-        dtype: what both compute in.
-    """
+    """Returns `rollout.max_logprob_gap`, or if unset its default for the `dtype` that both compute in."""
     if set_to is not None:
         return set_to
     # Well above what two programs differ by, well below what one lost sync changes: see the table above.
@@ -117,7 +106,6 @@ def gap_and_tokens(engine: Tensor, actor: Tensor, mask: Tensor) -> tuple[float, 
 
     Args:
         engine, actor: log probabilities of the same tokens, float32 [N, T].
-        mask: bool [N, T].
     """
     # The padding has no log probability of its own.
     gap = torch.where(mask, (actor - engine).abs(), torch.zeros_like(actor))
@@ -129,7 +117,7 @@ def require_small_gap(total: float, tokens: float, *, limit: float, step: int) -
     """Refuses a step's rollouts if their mean gap is above `limit` or NaN.
 
     Args:
-        total, tokens: `gap_and_tokens`, summed over all ranks, so that all refuse alike.
+        total, tokens: `gap_and_tokens`, summed over all ranks.
         limit: nats.
         step: counted from 0.
 

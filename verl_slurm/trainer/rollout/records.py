@@ -1,6 +1,4 @@
-"""Writes what a rank keeps of its rollouts: the ledger, and the responses kept as text in `RUN/samples.jsonl`
-(`rollout.keep_samples`). A record that fails costs time, and no training.
-"""
+"""Writes a rank's rollouts into the ledger, and some responses as text (`rollout.keep_samples`)."""
 
 from collections.abc import Callable
 
@@ -20,11 +18,10 @@ Texts = Callable[[Batch], tuple[list[str], list[str], list[str]]]
 
 
 class SampleLog:
-    """Keeps a few responses of each step; one for a run, on data-parallel rank 0.
+    """Keeps a few responses of each step; one for a run, on rank 0.
 
     Args:
         count: of a step; half of them the best by reward, half the worst.
-        keys: the run's.
     """
 
     def __init__(self, paths: RunPaths, attempt: int, count: int, keys: Keyring | None) -> None:
@@ -69,8 +66,7 @@ class SampleLog:
 
 
 class RolloutRecorder:
-    """Writes one data-parallel rank's rollouts into the ledger. What it does not take would be sampled again after a
-    crash: no reason to crash now, but it is told.
+    """Writes one data-parallel rank's rollouts into the ledger; what it does not take is told.
 
     Args:
         tell: for the journal, at the first record that fails and at the first one after it that does not.
@@ -83,6 +79,7 @@ class RolloutRecorder:
         """Writes a finished micro-batch; it becomes durable while the next one is sampled."""
         try:
             self._ledger.append(step, micro_batch, to_arrays(batch))
+        # No reason to crash now: what is missing is sampled again after a crash.
         except OSError as error:
             if not self._unwritten:
                 self._say(f"the ledger takes no rollouts: {error}; after a crash they are sampled again")

@@ -1,14 +1,11 @@
 """Samples from the policy with Hugging Face's models, with noise that depends on its key alone.
 
-Inverse-CDF sampling picks each token with a counter-based uniform (`counter_rng`), so no generator is consumed. A
-sample is the same alone, in any batch, on any rank, and after any restart (to the rounding of the matrix kernels). The
-forward passes, their masks and the cache are Hugging Face's. The loop around them is ours: `generate` would have to run
-greedily with one choice left to it. It also repeats its preparation for each micro-batch, a noticeable cost with a safe
-point after each small one.
+Inverse-CDF sampling picks each token with a counter-based uniform (`counter_rng`), so no generator is
+consumed. A sample is the same alone, in any batch, on any rank, and after any restart (to the rounding of the
+matrix kernels). Forward passes, masks and cache are Hugging Face's; the loop is ours.
 
-On a GPU each token after the first replays one recorded CUDA graph (`GraphDecoder`): launching the kernels takes 35 ms
-for 32 responses of 0.4 billion parameters on an H100, where reading the weights takes 0.6 ms. A graph wants the same
-memory each time: a cache of full length, over which attention rounds differently, with the same bits in each call.
+On a GPU each token after the first replays one recorded CUDA graph (`GraphDecoder`). A graph wants the same
+memory each time: a cache of full length, over which attention rounds differently, always with the same bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,11 +28,7 @@ from verl_slurm.trainer.objective.counter_rng import Purpose, uniforms
 
 
 def _running_sum(x: Tensor) -> Tensor:
-    """Returns the inclusive sum along the last dimension, the same bits every time.
-
-    `torch.use_deterministic_algorithms` refuses CUDA's floating-point `cumsum`, so on CUDA it is a scan by doubling
-    (Hillis and Steele 1986): log2(V) additions in a fixed order.
-    """
+    """Returns the inclusive sum along the last dimension, the same bits every time."""
     # On a CPU it is deterministic.
     if x.device.type == "cpu":
         return x.cumsum(dim=-1)
@@ -43,6 +36,8 @@ def _running_sum(x: Tensor) -> Tensor:
 
 
 def _doubling_scan(x: Tensor) -> Tensor:
+    # CUDA's floating-point cumsum is refused by torch.use_deterministic_algorithms. A scan by doubling
+    # (Hillis and Steele 1986) is log2(V) additions in a fixed order.
     shift = 1
     while shift < x.shape[-1]:
         x = torch.cat([x[..., :shift], x[..., shift:] + x[..., :-shift]], dim=-1)
@@ -107,13 +102,7 @@ class HFRollout:
 
     Args:
         model_path: Hugging Face model directory; only its shape matters, `sync` brings the weights.
-        config: temperature, new tokens a sample.
-        seed: the run's seed.
         eos_ids: the tokens that end a response (`trainer.data.end_tokens`).
-        pad_id: the tokenizer's.
-        dtype: as the actor's.
-        attention: as the actor's.
-        device: where to sample.
 
     Raises:
         ConfigError: a model that has a cache of its own.
@@ -135,6 +124,8 @@ class HFRollout:
     ) -> None:
         self._model = _plain_model(model_path, dtype, attention, device or torch.device("cpu"))
         self._takes_cache_as = _cache_argument(self._model) or ""  # `_plain_model` has refused those without
+        # Launching the kernels takes 35 ms for 32 responses of 0.4 billion parameters on an H100, where
+        # reading the weights takes 0.6 ms.
         self._records = (
             not config.enforce_eager
             and self._model.device.type == "cuda"
@@ -163,9 +154,7 @@ class HFRollout:
 
         Args:
             prompts: sample_id [N], prompt_ids [N, P], prompt_mask [N, P], from `PromptData.batch`.
-            step: the training step; part of the noise's key.
             temperature: 0: greedy. None: the configuration's.
-            purpose: purpose of the noise.
 
         Returns:
             The prompts' columns and response_ids int64 [N, T] (right-padded), response_mask bool [N, T]
@@ -231,10 +220,8 @@ class HFRollout:
         return self._decoders[rows, heat].decode(ids, mask, uniform)
 
     def _decode(self, ids: Tensor, mask: Tensor, uniform: Tensor, heat: float) -> tuple[Tensor, Tensor]:
-        """Returns tokens [N, t] and their log probabilities, on the CPU, until the last row has ended.
-
-        A finished row continues with padding: fewer rows would be another shape, and would round differently.
-        """
+        """Returns tokens [N, t] and their log probabilities, on the CPU, until the last row has ended."""
+        # Not Hugging Face's `generate`: it repeats its preparation for each micro-batch, and these are small.
         # By the configuration: layers with a sliding window keep another kind of cache.
         cache = DynamicCache(config=self._model.config)
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
@@ -270,9 +257,8 @@ _WARM_UPS = 2
 
 
 def can_record(config: PretrainedConfig) -> bool:
-    """Returns whether every layer keeps all keys: one with a sliding window counts its tokens in Python, which a
-    graph does not repeat.
-    """
+    """Returns whether every layer keeps all keys."""
+    # A layer with a sliding window counts its tokens in Python, which a graph does not repeat.
     return all(type(layer) is StaticLayer for layer in StaticCache(config, max_cache_len=1).layers)
 
 
@@ -280,11 +266,8 @@ class GraphDecoder:
     """The decoder of one shape of batch, with memory of its own.
 
     Args:
-        forward: the model.
         pick: `pick_tokens` at one temperature.
-        config: the model's.
         rows, prompt, new: N, P and T.
-        pad_id: the tokenizer's.
         eos_ids: the tokens that end a response, [E].
         device: a CPU has no graphs, and computes the same token by token: for tests.
     """

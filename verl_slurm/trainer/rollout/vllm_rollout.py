@@ -1,16 +1,12 @@
 """Samples from the policy with vLLM, in the rank's own process.
 
-It runs in the process, not in a child. The weights go from the sharded actor into vLLM's tensors one at a time. No
-file, copy in shared memory or IPC handle lies in between. No process can outlive the rank, hang beside it or die alone,
-and a failure is an exception here. The price is that vLLM changes its process: these changes (generators, thread count,
-environment) are undone below, and torch and transformers must be versions that both support.
+The weights go from the sharded actor into vLLM's tensors one at a time, without a file, shared memory or an
+IPC handle, and a failure is an exception here. vLLM changes its process: generators and the number of threads
+are put back, its environment variables stay. torch and transformers must be versions that both support.
 
-vLLM's "external launcher" makes one worker of each rank and shares our process group. With tensor parallelism,
-`tensor_parallel_size` neighbouring ranks run one model together. Each gets the prompts of all; they reach the same
-schedule and the same tokens independently, and each keeps its own rows.
-
-Switched off: async scheduling (the sampler needs the tokens so far), prefix caching (its blocks belong to former
-weights), usage reports (they would go out to the internet).
+vLLM's "external launcher" makes one worker of each rank and shares our process group. With tensor
+parallelism, `tensor_parallel_size` neighbouring ranks run one model together. Each gets the prompts of all;
+they reach the same schedule and the same tokens independently, and each keeps its own rows.
 """
 
 import os
@@ -38,6 +34,7 @@ from verl_slurm.trainer.parallel.fsdp import whole_parameters
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the second one takes no logits processors (0.30)
+    # They would go out to the internet.
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer sets the threads
 }
@@ -66,11 +63,7 @@ class VLLMRollout:
 
     Args:
         model_path: Hugging Face model directory; only its shape matters, `sync` brings the weights.
-        config: the run's.
         eos_ids: the tokens that end a response (`trainer.data.end_tokens`).
-        pad_id: the tokenizer's.
-        device: where the rank's models are.
-        ranks: all of them.
 
     Raises:
         ConfigError: vLLM does not take this model or these settings.
@@ -123,12 +116,10 @@ class VLLMRollout:
         return self._group_size > 1
 
     def sync(self, actor: nn.Module) -> None:
-        """Copies the actor's weights, tensor by tensor. Collective where the actor is sharded; once a step.
-
-        vLLM gathers a layer's tensors before it copies them: a layer exists twice, not the model.
-        """
+        """Copies the actor's weights. Collective where the actor is sharded; once a step."""
         weights = whole_parameters(actor)
         with torch.no_grad(), self._manner():
+            # vLLM gathers a layer's tensors before it copies them: a layer exists twice, not the model.
             # Tensor by tensor from the actor: no file, and no second whole copy of the model.
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
             for _ in weights:  # a tensor vLLM did not ask for is a collective that the other ranks wait in
@@ -201,31 +192,27 @@ class VLLMRollout:
 
     @contextmanager
     def _manner(self) -> Iterator[None]:
-        """Keeps vLLM's own kernels, and disables torch.compile if `enforce_eager` says so: vLLM compiles a part of its
-        sampler even then.
-        """
+        """Keeps vLLM's own kernels, and with `enforce_eager` disables torch.compile."""
         with warned_only(self._device):
             if not self._config.rollout.enforce_eager:
                 yield
                 return
+            # vLLM compiles a part of its sampler even with enforce_eager.
             with torch.compiler.set_stance("force_eager"):
                 yield
 
 
 def _without_shared_memory() -> None:
-    """Makes vLLM's ranks on a CPU talk over the process group, as vLLM does for ranks on different machines.
-
-    Otherwise vLLM 0.30 makes segments in /dev/shm whose names are the same for every job of the external launcher.
-    """
+    """Makes vLLM's ranks on a CPU talk over the process group, as those on different machines do."""
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
+    # vLLM 0.30 makes segments in /dev/shm whose names are the same for every job of the external launcher.
     # There is no setting for it. A killed run leaves its segments, its next start fails on them ("create shm in
     # SHMManager failed. errno: 17"), and two runs on one node would share them.
     CpuCommunicator._all_group_ranks_share_shm_group_name = lambda _: False
 
 
 def _arguments(config: RunConfig, model_path: Path, device: torch.device) -> dict[str, Any]:
-    """Returns keyword arguments for `vllm.LLM`."""
     rollout = config.rollout
     size, longest = rollout.tensor_parallel_size, max_model_len(config)
     num_seqs = rollout.micro_batch_size_per_device
@@ -246,7 +233,9 @@ def _arguments(config: RunConfig, model_path: Path, device: torch.device) -> dic
         "trust_remote_code": False,
         "generation_config": "vllm",  # the directory's own (top_p, ...) would change the distribution
         "logprobs_mode": "processed_logits",
+        # The sampler needs the tokens so far.
         "async_scheduling": False,
+        # Its blocks belong to former weights.
         "enable_prefix_caching": False,
         "disable_log_stats": True,
     }
@@ -278,9 +267,7 @@ def _kv_bytes(model_path: Path, config: RunConfig, num_seqs: int) -> int:
 
 @contextmanager
 def _process_as_before() -> Iterator[None]:
-    """Undoes what vLLM's start changes: it seeds all generators, and on a CPU replaces `torch.set_num_threads` by a
-    warning.
-    """
+    """Puts back the generators and `torch.set_num_threads`, which vLLM's start changes."""
     # The function itself, too: on a CPU vLLM puts another in its place.
     generators, threads, set_threads = rng.capture(), torch.get_num_threads(), torch.set_num_threads
     try:

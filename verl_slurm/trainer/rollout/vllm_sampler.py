@@ -1,14 +1,8 @@
 """Our sampling inside vLLM: a logits processor that leaves vLLM's greedy search one choice.
 
-It picks the token by inverting the CDF at a given uniform number, as in `trainer.rollout.sampling`. vLLM's own
-per-request seeds would give repeatable samples too. But they would differ from those of the engine `hf`, and come from
-a generator whose position in the stream is state of the request.
-
-A processor may only return logits. So its rows hold the log probability of the picked token at that token and minus
-infinity elsewhere. argmax takes the token, and with `logprobs_mode="processed_logits"` vLLM returns that number as the
-token's log probability.
-
-Imports vLLM; `trainer.rollout.vllm_rollout` imports it.
+It picks the token as `trainer.rollout.sampling` does. A processor may only return logits. So its rows hold
+the log probability of the picked token at that token and minus infinity elsewhere: argmax takes the token,
+and with `logprobs_mode="processed_logits"` vLLM returns that number as its log probability.
 """
 
 from collections.abc import Sequence
@@ -40,13 +34,13 @@ def request(uniforms: list[float], temperature: float, eos_ids: Sequence[int]) -
         detokenize=False,
         ignore_eos=True,  # vLLM's own, of config.json alone; ours are the next line
         stop_token_ids=list(eos_ids),
+        # Not vLLM's own seeds: they give other samples than the engine hf, and their generator's position is
+        # state.
         extra_args={_UNIFORMS: uniforms, _TEMPERATURE: temperature},
     )
 
 
 class _Row:
-    """One response in progress."""
-
     def __init__(self, params: SamplingParams, output: list[int]) -> None:
         said = params.extra_args or {}
         self.uniforms: list[float] = said[_UNIFORMS]

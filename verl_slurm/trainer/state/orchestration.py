@@ -1,7 +1,7 @@
 """Orchestration state: a run's layout, written once at its first start and read-only from then on.
 
-It is in `RUN/orchestration.json`, with a copy in every checkpoint. It holds no number of the training; it is for people
-and tools. A later start may have another layout, and each checkpoint's manifest names its own.
+It is in `RUN/orchestration.json`, with a copy in every checkpoint. A later start may have another layout, and
+each checkpoint's manifest names its own.
 """
 
 import os
@@ -78,10 +78,7 @@ def moved(first: Orchestration, backend: str) -> str:
 
 
 def began_on_gpus(paths: RunPaths) -> bool:
-    """Returns whether the first start of this run was on GPUs; False for an unreadable run.
-
-    Runs on every rank.
-    """
+    """Returns whether the first start of this run was on GPUs; False for an unreadable run."""
     try:
         # Read before there is a process group, so each rank decides by itself from the same file.
         first = msgspec.json.decode(read_regular(paths.orchestration, DATA_FILES), type=Orchestration)
@@ -110,10 +107,7 @@ def _share(rank: int, shape: Topology, size: int) -> str:
 
 
 def check_or_write(paths: RunPaths, now: Orchestration) -> Orchestration:
-    """Writes the layout at the first start, and reads it at every later one. Another shape is no reason to refuse:
-    `trainer.state.resharding`.
-
-    Runs on rank 0.
+    """Writes the layout at the first start, and reads it at every later one. Runs on rank 0.
 
     Raises:
         CheckpointCorrupt: its content is not what it should be.
@@ -136,4 +130,5 @@ def check_or_write(paths: RunPaths, now: Orchestration) -> Orchestration:
             found=error,
             remedy="copy it back from a checkpoint of this run",
         ) from error
+    # Another shape is no reason to refuse: `trainer.state.resharding`.
     return first

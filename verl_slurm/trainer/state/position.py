@@ -14,8 +14,7 @@ A position names what comes NEXT. Between two positions lies a safe point: every
 the state, and a run that starts from a position does exactly what one that arrives there would do.
 `step_end(k)` and `generate(0)` of the same k are the same place; the first is the name that is saved.
 
-An evaluation is one place, for the training stands still meanwhile: a run that is stopped in the middle of one is saved
-before it, and does all of it again. The numbers are the same, and no other number depends on them.
+An evaluation is one place: a run that is stopped in the middle of one is saved before it.
 """
 
 from dataclasses import dataclass, replace
@@ -136,11 +135,10 @@ def safe_point(position: Position, shape: StepShape) -> int:
 
 
 def rollout_offset(position: Position, shape: StepShape) -> int:
-    """Returns the prompts consumed over all ranks when a run stands at `position`, each once for every response to it.
-
-    A group lies in one micro-batch, so the prompts of the data are always this divided by `samples_per_prompt`.
-    """
+    """Returns the prompts consumed over all ranks at `position`, each once for every response to it."""
     # Over all ranks: the number means the same when the run goes on with more or fewer of them.
+    # A group lies in one micro-batch, so the prompts of the data are always this divided by
+    # `samples_per_prompt`.
     per_generation = shape.prompts_per_generation * shape.dp_size
     return position.step * shape.prompts + first_generation(position, shape) * per_generation
 
@@ -156,11 +154,7 @@ def first_generation(position: Position, shape: StepShape) -> int:
 
 
 def check_position(position: Position, shape: StepShape, *, where: object) -> None:
-    """Refuses a position that this run's configuration does not have.
-
-    Raises:
-        CheckpointCorrupt: the index lies outside its phase.
-    """
+    """Raises `CheckpointCorrupt` for a position that this run's configuration does not have."""
     # The index becomes a slice of buffers and data: beyond its phase it would be an empty one, without an error.
     if not 0 <= position.index < shape.pieces(position.phase):
         raise CheckpointCorrupt(

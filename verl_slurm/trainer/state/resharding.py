@@ -9,8 +9,7 @@ running step. Its rollouts come in global micro-batches, of which rank r of N ha
 * advantage and update: every rank gets its share of the scored and whitened rows. The rows of an update do not depend
   on the number of ranks (`trainer.parallel.mini_batches`), so the remaining updates are the same ones.
 
-A step must consume the same data, or positions and prompts would no longer fit together: the global batch, the global
-mini-batch and the size of a generation micro-batch stay the same (`config.changes`).
+The global batch, the global mini-batch and the size of a generation micro-batch stay (`config.changes`).
 """
 
 from collections.abc import Sequence

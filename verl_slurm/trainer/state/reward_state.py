@@ -1,7 +1,6 @@
 """The reward's part of a checkpoint: how often it was replaced, the rest of a warm start, the last scores.
 
-In the runtime state it is a few arrays among the reward buffers. Absent arrays mean a run whose reward was never
-replaced.
+In the runtime state it is a few arrays among the reward buffers. Without them the reward was never replaced.
 """
 
 from dataclasses import dataclass, field, replace
@@ -98,11 +97,7 @@ def split(arrays: Arrays) -> tuple[Arrays, Arrays]:
 
 
 def unpack(arrays: Arrays, *, where: object) -> RewardState:
-    """Returns the state that was packed, without `spec` and `digest`.
-
-    Raises:
-        CheckpointCorrupt: it is not what `pack` makes.
-    """
+    """Returns what `pack` made, without `spec` and `digest`; raises `CheckpointCorrupt` for anything else."""
     kept = {name.removeprefix(_CACHED): array for name, array in arrays.items() if name.startswith(_CACHED)}
     found = {name: (str(array.dtype), array.ndim) for name, array in kept.items()}
     rows = {array.shape[0] for array in kept.values() if array.ndim}

@@ -30,9 +30,7 @@ UPDATE_METRICS = (
     "actor_grad_norm",
     "critic_grad_norm",
 )
-"""Columns of `Buffers.updates`, one row per optimizer update: this rank's share of each mean. PPO with the KL in the
-reward has all of them; see `update_metrics`.
-"""
+"""Columns of `Buffers.updates`, one row per update: this rank's share of each mean (`update_metrics`)."""
 _WITHOUT_CRITIC = tuple(name for name in UPDATE_METRICS if not name.startswith(("value_", "critic_")))
 
 
@@ -49,8 +47,7 @@ class Buffers:
     rollouts: list[Batch] = field(default_factory=list)
     """Finished generation micro-batches, in order (columns of `HFRollout.generate`)."""
     scored: list[Batch] = field(default_factory=list)
-    """Scored micro-batches: scores [n], old_logprobs, ref_logprobs, old_values [n, T] (with a critic), all
-    float32."""
+    """Scored micro-batches, float32: scores [n]; old_logprobs, ref_logprobs, old_values (critic) [n, T]."""
     estimates: Batch = field(default_factory=dict)
     """advantages, and with a critic returns, float32 [N, T]; empty before the advantage phase."""
     updates: list[list[float]] = field(default_factory=list)
@@ -58,9 +55,7 @@ class Buffers:
 
 @dataclass
 class TrainState:
-    """One rank's whole state between two positions. Mutable: `trainer.learner` changes it, and `trainer.reward.swap`
-    changes `reward` between steps.
-    """
+    """One rank's whole state between two positions. Mutable."""
 
     position: Position
     kl: AdaptiveKL
