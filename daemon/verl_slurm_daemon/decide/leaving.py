@@ -10,11 +10,10 @@ from typing import Literal
 
 import msgspec
 
+# Slurm learns of a batch process's death within a second (seen: 0.2 s), or within minutes if the node is
+# lost, too. Storage that hangs may keep a lead silent for minutes, after which it goes on.
 PATIENCE_S = 600.0
-"""Seconds that Slurm may have the job as running while its lead does not answer. Slurm learns of a batch process's
-death within a second (seen: 0.2 s), or within minutes if the node is lost, too. Storage that hangs may keep a lead
-silent for minutes, after which it goes on.
-"""
+"""Seconds that Slurm may have the job as running while its lead does not answer."""
 
 
 class AgentKnowledge(msgspec.Struct, frozen=True, kw_only=True):
