@@ -78,13 +78,11 @@ def decide_cause(
     """Decides which of the kinds above applies.
 
     Args:
-        trigger: what made us ask.
-        facts: the job as read after that.
+        facts: the job as read after the trigger.
         own_restarts: SLURM_RESTART_COUNT of this attempt, 0 if unset.
         signal_lead_s: N of `--signal=B:USR1@N`, or what a short time limit leaves of it.
-        now: UTC.
         lost_nodes: the job's nodes that Slurm calls DOWN or not responding.
-        slack_s: how much earlier than that a warning may come.
+        slack_s: how much earlier than `signal_lead_s` a warning may come.
     """
     shown = _shown(facts, own_restarts)
     # Restarts decides first: it has risen as soon as Slurm requeues, whatever the other fields still show.

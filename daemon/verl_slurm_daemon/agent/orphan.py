@@ -196,7 +196,7 @@ async def _said(answer: T) -> T:
 async def ask_until_answered(
     senses: Senses, *, sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep
 ) -> RequeueAnswered | str:
-    """Asks for the requeue, and repeats it until an answer counts, every half second and 20 times at most."""
+    """Asks for the requeue, and again each half second, 20 times at most, until an answer counts."""
     answer: RequeueAnswered | str = "not asked"
     for number in range(1 + _ASKS):
         if number:

@@ -25,9 +25,7 @@ _LATE_S = 1.0
 
 
 class PaceWatch:
-    """Watches the pace of one restart. `clock`: monotonic seconds. Without `stragglers`, ranks are not
-    compared.
-    """
+    """Watches the pace of one restart. `clock`: monotonic seconds; `stragglers`: None: ranks aren't compared."""
 
     def __init__(
         self,

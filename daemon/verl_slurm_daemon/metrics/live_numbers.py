@@ -15,6 +15,7 @@ def queue_length(config: RunConfig, phase: str, index: int) -> int:
         return 0
     # In every later phase all of the step's responses are sampled, and none is used up before its end.
     if phase == "generate":
+        # `index` is the next piece of work: those before it are sampled.
         per_rank = min(index * config.rollout.micro_batch_size_per_device, per_rank)
     return per_rank * config.distributed.dp_size
 
