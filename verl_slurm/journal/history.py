@@ -213,9 +213,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class History:
-    """All of it, of events from the oldest on. `cluster`, `host`: of the job that wrote before the first of
-    them.
-    """
+    """All of it, from the oldest event on. `cluster`, `host`: of the job that wrote before that one."""
 
     def __init__(
         self, events: Iterable[ev.Event] = (), cluster: ev.Cluster = "slurm", host: str = ""
@@ -418,8 +416,8 @@ class History:
         return cancelled and self._arrays.get(job_id) == array_id
 
     def ended_well_with(self, checkpoint: str, job_id: str, array_id: str | None) -> bool:
-        """Whether this job, or an earlier task of its array, ended well with `checkpoint`, the last
-        submission's.
+        """Whether this very job, or an earlier task of its array, ended well with `checkpoint`, and no new
+        submission came since.
         """
         end = self.end
         if end is None or end.exit_code != ExitCode.OK or end.checkpoint != checkpoint:
@@ -514,18 +512,14 @@ class History:
         return any(self.counts[kind] for kind in ("training", "first_rollout", "verified"))
 
     def no_progress(self, command: str) -> str:
-        """The reason of an end after `stuck` restarts: the last fault in its own words, and the command for
-        more.
-        """
+        """The reason of an end after `stuck` restarts: the last fault in its own words; `command` shows more."""
         lines = self._last_fault.splitlines()[-_LAST_LINES:]
         said = " / ".join(line.strip()[:_MOST_OF_LINE] for line in lines)
         last = f"; the last one: {said}" if said else ""
         return f"{self.stuck} restarts in a row crashed without anything new{last}; {command} shows more"
 
     def failed_starts(self, job_id: str, requeues: int) -> int:
-        """How many attempts before this one storage or Slurm stopped, in a row. `requeues`: of the job, by
-        Slurm.
-        """
+        """How many attempts in a row before this one storage or Slurm stopped. `requeues`: of the job so far."""
         its = [one.event.requeues for one in self.attempts if one.event.job_id == job_id]
         # Requeues beyond the last start that could write: attempts whose storage took not even an event.
         # One that could write to the journal says so there; one that could not is missed there, but Slurm has
@@ -797,9 +791,7 @@ class History:
         return round(sum(outage.seconds or 0.0 for outage in self.outages), 3)
 
     def allocated_seconds(self, now: float | None = None) -> float:
-        """From each start to its end, without the queue. `now`: the newest attempt lives until then, if it
-        has no end.
-        """
+        """From each start to its end, without the queue. `now`: of one that lives; None: its last word."""
         lived = sum(one.last - one.began for one in self.attempts)
         newest = self.attempts[-1] if self.attempts else None
         if newest is None or newest.end is not None or now is None:
@@ -808,9 +800,7 @@ class History:
 
     @property
     def num_lossy(self) -> int:
-        """Outages that lost work: a crash of the ranks, an end without a verified save, an attempt without
-        last words.
-        """
+        """Outages that lost work: a crash of the ranks, an end without a verified save, or without a word."""
         # A preemption or a time limit that was answered with a verified checkpoint loses nothing, and no
         # periodic save would have helped. The newest attempt may still be at work.
         silent = {one.number for one in self.attempts[:-1]} - self.ended_attempts.keys()

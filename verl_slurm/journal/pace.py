@@ -29,9 +29,7 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pace_of(rows: Sequence[Mapping[str, Any]], steps_done: int, steps: int | None) -> Pace:
-    """Returns the pace. `rows`: of the last steps, oldest first. `steps`: of the whole run; None or 0: not
-    known.
-    """
+    """Returns the pace. `rows`: of the last steps, oldest first. `steps`: of all; None or 0: not known."""
     times = [
         time for row in rows[-LOOKED_AT:] if (time := number(row.get("step_s"))) is not None and time > 0
     ]

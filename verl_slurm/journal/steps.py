@@ -46,9 +46,7 @@ def append_step(paths: RunPaths, attempt: int, row: dict[str, float]) -> None:
 
 
 def last_steps(paths: RunPaths, count: int) -> list[StepRow]:
-    """The newest row of each of the last `count` steps, oldest first. No file, no rows. Raises TooMuch: no
-    file.
-    """
+    """The newest row of each of the last `count` steps, oldest first; no file, no rows. Raises TooMuch."""
     rows: list[StepRow] = []
     for line in _from_the_end(paths):
         row = _parse(line)

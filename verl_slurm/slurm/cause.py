@@ -107,7 +107,7 @@ def decide_cause(
     if facts.failed or facts.state == "NODE_FAIL":
         return JobCause(kind="failed", evidence=shown)
     # PreemptMode=CANCEL and --no-requeue: told from a scancel by a PreemptTime that is the EndTime, by the JSON of
-    # 23.11 and newer, or by a partition without a grace time to cancel in (`client.job`).
+    # 23.11 and newer, or by a partition without a grace time to cancel in (`SlurmClient.job`).
     if facts.preempted:
         return JobCause(kind="preemption", evidence=shown)
     # What nothing else explains counts as a cancel: no cancel is ever undone.

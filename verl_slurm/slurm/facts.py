@@ -98,9 +98,7 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def failed(self) -> bool:
-        """Returns whether it ends, or has ended, because something broke: a node, memory, or its batch
-        process.
-        """
+        """Returns whether it ends, or ended, because something broke: a node, memory, or its batch process."""
         # 22.05 says JobLaunchFailure for a batch process that was killed, newer ones `RaisedSignal:9(Killed)`.
         # `scancel`, with any signal but through `-b`, leaves Reason=None.
         word = (self.reason or "").partition(":")[0]

@@ -341,9 +341,7 @@ class _Answer(msgspec.Struct):
 
 
 def ended_as(text: str, job_id: int) -> str | None:
-    """Reads from `scontrol show job ID --json` what a COMPLETING job will be; None: no known end, or no
-    answer.
-    """
+    """Reads from `scontrol show job ID --json` what a COMPLETING job will be; None: it does not say."""
     try:
         answer = msgspec.json.decode(text, type=_Answer)
     # msgspec lets the last two through, which are none of its own errors.

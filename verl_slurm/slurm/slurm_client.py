@@ -209,9 +209,7 @@ class SlurmClient:
         return next((number for number, run in reversed(await self.own_jobs()) if run == script), "")
 
     async def states(self, users: Iterable[int]) -> dict[int, tuple[str, str, str]]:
-        """Maps the number of every unfinished job of these users (uids) to (state, reason, script). Raises
-        SlurmMissing.
-        """
+        """Returns (state, reason, script) of each unfinished job of these users (uids). Raises SlurmMissing."""
         text = await self._ask(commands.list_states(users), "Slurm does not list jobs", None)
         return parse.parse_states(text)
 

@@ -81,9 +81,7 @@ def _peer(transport: asyncio.WriteTransport) -> str:
 
 
 def make_room(sockets: int) -> None:
-    """Raises this process's limit of open descriptors to so many sockets of one port, as far as it is allowed
-    to.
-    """
+    """Raises this process's limit of open descriptors to so many sockets of one port, as far as it may."""
     # The usual soft limit of 1,024 descriptors is too low for a thousand agents and the files of a lead. If
     # the hard limit is lower still, asyncio stops accepting for a second whenever it is reached, and then
     # continues.

@@ -98,8 +98,10 @@ class Framer(Generic[M]):
         return frame
 
     def feed(self, data: bytes) -> Iterator[M]:
-        """Takes bytes as they arrive; yields the complete messages. WireError: the connection cannot be used
-        any more.
+        """Takes bytes as they arrive; yields the complete messages, also those before a frame that is
+        refused.
+
+        Raises WireError: the connection cannot be used any more.
         """
         self._buffer += data
         while len(self._buffer) >= _HEAD.size:

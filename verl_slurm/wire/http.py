@@ -119,9 +119,7 @@ def has_token(request: HttpRequest, token: str) -> bool:
 
 
 def read_token(path: Path | str) -> str:
-    """Reads the token from a 0600 file. Raises KeyRefused: it holds none. PermissionRefused: others may read
-    it.
-    """
+    """Reads the token from a 0600 file. Raises KeyRefused: no token; PermissionRefused: others may read it."""
     remedy = f"umask 077; openssl rand -hex 32 > {path}"
     try:
         text = read_private(Path(path)).decode(errors="replace").strip()

@@ -19,9 +19,7 @@ from verl_slurm.wire.environment import CONTROL_VARIABLE
 
 
 def die_with_launcher() -> None:
-    """Under a daemon, on Linux: has the kernel kill this process when its parent dies; ends now if it is
-    dead.
-    """
+    """Under a daemon, on Linux: makes this process die with its parent, and at once if that is dead already."""
     control = os.environ.get(CONTROL_VARIABLE)
     if control is None or sys.platform != "linux":
         return

@@ -62,9 +62,7 @@ def import_all(file: Path) -> None:
 
 
 class WatchedEnvironment:
-    """Notes which variables are read in a `with` block, and what they were. Reading all in turn does not
-    count.
-    """
+    """Notes which variables are read in a `with` block, one by one, and what they were before."""
 
     def __init__(self) -> None:
         self._read: dict[str, str | None] = {}

@@ -29,8 +29,9 @@ class Agreement:
 
 
 class Stopper:
-    """Asks the other ranks and remembers which requests were obeyed. `greatest`: collective maximum of each
-    number.
+    """Reads the page, asks the other ranks and remembers which requests were obeyed. One on every rank.
+
+    `greatest`: the maximum of each number over all ranks; collective (`Collective.max`).
     """
 
     def __init__(self, line: RankLine, greatest: Callable[[Sequence[int]], list[int]]) -> None:

@@ -38,9 +38,7 @@ class StoreLine:
         self._pid = os.getpid()
 
     def call(self, message: FromStoreClient) -> StoreAnswer:
-        """Sends one message and waits for its answer. Raises WireError: the agent is gone, or has another
-        protocol.
-        """
+        """Sends one message and waits for its answer. Raises WireError: the agent is gone, or not ours."""
         # One call on one connection: a call that waits for a key holds up no other thread.
         connection = self._take()
         try:

@@ -1,5 +1,4 @@
-"""An agent's own log, `RUN/logs/attempt_000003.node_0001.agent.log`: what it saw while it could not tell the
-lead.
+"""An agent's own log: what it saw and did while it could not tell the lead.
 
 Output that an agent prints goes by srun to the lead's node, and is lost with it. Logging never hurts the
 agent: it swallows every error (a full disk, a directory that is no longer ours). A line is one `write`

@@ -1,5 +1,4 @@
-"""One agent per node: starts the node's ranks, relays between them and the lead, and leaves no process
-behind.
+"""One agent per node: starts its ranks, relays between them and the lead, and leaves no process behind.
 
 An agent lives for one restart. One that is started ahead of it stands by, with ranks that have done their
 imports, until the restart comes. It decides nothing about causes; the lead finds them. However its work ends,
@@ -421,7 +420,7 @@ class Agent:
         self._log.say("signal", name=name)
         if self._link is None:
             self._early_signals.append(name)
-            # It ends the pauses between the tries to connect (`_connect`).
+            # It ends the pauses between the tries to connect (`reach_lead`).
             if name == "SIGTERM":
                 self._warned.set()
         else:

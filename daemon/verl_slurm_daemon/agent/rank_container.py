@@ -55,8 +55,7 @@ def ranks_argv(config: RunConfig, paths: RunPaths, launch: Launch, control: Path
 def ranks_environ(
     config: RunConfig, paths: RunPaths, launch: Launch, control: Path, environ: dict[str, str]
 ) -> dict[str, str]:
-    """Returns the environment of that command. That of ranks in a container is written into the control
-    directory.
+    """Returns that command's environment; ranks in a container find theirs in the control directory.
 
     Raises ConfigError: the container's runtime is not here.
     """

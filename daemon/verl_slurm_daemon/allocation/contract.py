@@ -90,7 +90,7 @@ class Allocation(Protocol):
 
     async def hasten(self, clean: bool) -> datetime | None:
         """Last call before a requeued job ends: makes the next attempt start no later than asked for. Returns
-        the time asked for.
+        that time, or None.
 
         Args:
             clean: as far as the lead knows, none of our processes is left on any node.

@@ -69,7 +69,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
 
 
 def check_hosts(hosts: tuple[Host, ...], config: RunConfig) -> None:
-    """Raises ConfigError: the hosts do not fit the run, or it asks for what several of them cannot do."""
+    """Raises ConfigError: the hosts do not fit the run, or it asks for what needs Slurm."""
     shape = config.distributed
     if len(hosts) != shape.nodes:
         raise _wrong("distributed.nodes", f"{len(hosts)} hosts", f"{shape.nodes}")

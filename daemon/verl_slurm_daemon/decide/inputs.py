@@ -1,6 +1,4 @@
-"""The events that a lead decides about, as data without behaviour.
-
-`effects` and `loop` make them, `policy.decide` reads them."""
+"""The events that a lead decides about, as data without behaviour: `lead` makes them for `policy.decide`."""
 
 from typing import Literal
 

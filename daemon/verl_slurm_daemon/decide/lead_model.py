@@ -46,7 +46,7 @@ _FIRST_DELAY_S, _LONGEST_DELAY_S = 30, 3600
 
 def delay_after(failed: int) -> int | None:
     """Returns the seconds that the next start waits after `failed` in a row, 30 to 3600; None: as configured."""
-    # None: as the user configured it. The last of `MOST_FAILED_STARTS` begins some 17 hours after the first.
+    # The last of `MOST_FAILED_STARTS` begins some 17 hours after the first.
     return min(_FIRST_DELAY_S << (failed - 1), _LONGEST_DELAY_S) if failed else None
 
 

@@ -39,7 +39,7 @@ class Attempt:
         return self.journal.attempt
 
     def spawn(self, work: Coroutine[Any, Any, None], aside: str = "") -> None:
-        """Runs `work` beside the loop. `aside`: the name of what the run can do without, should it fail."""
+        """Runs `work` beside the loop. `aside`: what the run goes on without if `ENVIRONMENT` fails it."""
         task = asyncio.create_task(self._beside(work, aside) if aside else work)
         self.tasks.add(task)
         task.add_done_callback(self._reap)

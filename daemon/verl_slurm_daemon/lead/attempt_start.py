@@ -79,8 +79,8 @@ class Ground(NamedTuple):
 
 
 async def prepare(root: Path, hostfile: Path | None) -> Ground:
-    """Reads the configuration and makes the run's directories. Tries until storage answers, patience is over,
-    or a signal comes.
+    """Reads the configuration and makes the run's directories, until storage answers, patience ends, or a
+    signal comes.
 
     Raises VerlSlurmError: the configuration or the hostfile is wrong.
     """
@@ -217,7 +217,7 @@ async def spoken(work: Awaitable[T], what: str, journal: Journal | None = None) 
 
 
 def require_mounted(config: RunConfig, history: History) -> None:
-    """Raises FileNotFoundError: what ranks that were started before had is missing or empty."""
+    """Raises FileNotFoundError: a place that ranks of this run have used is missing or empty."""
     # At the first start a wrong path is more likely, and its reader refuses it.
     if not history.counts["restart"]:
         return
@@ -279,8 +279,7 @@ def failed_code(error: OSError | VerlSlurmError) -> ExitCode:
 
 
 def check_code(paths: RunPaths, config: RunConfig) -> list[ev.Event]:
-    """Checks the copy of the user's code and the packages of the ranks' Python; returns what the journal is
-    told.
+    """Checks the copy of the user's code and the ranks' packages; returns what the journal is told.
 
     Raises DataError: the copy is not what was submitted. ConfigError: packages have changed, and
     `code.on_drift` is `refuse`. OSError: storage does not answer.

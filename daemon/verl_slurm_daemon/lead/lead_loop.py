@@ -139,8 +139,8 @@ class Lead:
         return code
 
     async def _take_run(self) -> RunOwner | None:
-        """Takes the run; returns None if storage or Slurm does not allow it, with the error in
-        `self._failed`.
+        """Takes the run; returns None, with the error in `self._failed`, if storage or Slurm does not allow
+        it.
 
         Raises Fenced: another attempt has it, and lives. CheckpointCorrupt: its owner cannot be determined.
         """

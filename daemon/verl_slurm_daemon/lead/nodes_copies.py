@@ -66,7 +66,7 @@ def run_bring_home(root: Path, attempt: int, after: str) -> ExitCode:
 
 
 def collect(paths: RunPaths, attempt: int, keys: Keyring | None = None) -> Sequence[str]:
-    """Does the lead's part once every node has sent; returns a line for each checkpoint that came home."""
+    """Does the lead's part once every node has sent; returns the result, one line per checkpoint."""
     require_attempt(paths, attempt)
     lines = []
     for verdict, good, filled in assemble(paths, keys):

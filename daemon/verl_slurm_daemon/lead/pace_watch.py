@@ -25,7 +25,7 @@ _LATE_S = 1.0
 
 
 class PaceWatch:
-    """Watches the pace of one restart. `clock`: monotonic seconds; `stragglers`: None: ranks aren't compared."""
+    """Watches the pace of one restart. `clock`: monotonic seconds. `stragglers`: None compares no ranks."""
 
     def __init__(
         self,

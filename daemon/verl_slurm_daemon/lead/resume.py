@@ -319,7 +319,7 @@ def _abandon_newer(paths: RunPaths, choice: ResumeChoice) -> list[str]:
 
 
 class ReadBack(msgspec.Struct, frozen=True):
-    """The result of reading a committed checkpoint back; the fields are those of `inputs.SaveReadBack`."""
+    """The result of reading a committed checkpoint back; the fields are as in `inputs.SaveReadBack`."""
 
     good: bool
     detail: str
@@ -362,11 +362,11 @@ class _Leaving(Exception):
 
 
 async def fit_ranks(config: RunConfig, point: ResumePoint, leaving: asyncio.Event, journal: Journal) -> bool:
-    """Prepares verl's checkpoint for as many ranks as the run has now; returns False if `leaving` has ended
-    the work.
+    """Prepares verl's checkpoint for the ranks that the run has now; returns False if `leaving` has ended the
+    work.
 
     Raises ConfigError: it cannot be divided so, or not by the ranks' Python. VerlSlurmError, OSError: it was
-    not divided.
+    not.
     """
     if config.trainer.backend != "verl":
         return True

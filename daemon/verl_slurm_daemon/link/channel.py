@@ -202,7 +202,7 @@ async def connect(host: str, port: int, token: bytes, attempt: int) -> LeadLink:
 async def connect_proven(
     host: str, port: int, token: bytes, attempt: int
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, bytes]:
-    """Connects to a port of `serve_proven`; also returns the session's key. Raises WireError: another token."""
+    """Connects to a port of `serve_proven`, also for the session's key. WireError: other token or attempt."""
     async with asyncio.timeout(_HANDSHAKE_S):
         reader, writer = await asyncio.open_connection(host, port)
         _notice_silence(writer)

@@ -97,9 +97,7 @@ class _Peers:
 async def open_far_end(
     host: str, key: bytes, attempt: int, nodes: int, reach: Callable[[], Awaitable[Streams]]
 ) -> tuple[asyncio.Server, int]:
-    """Listens for the near ends of so many nodes. OSError or VerlSlurmError of `reach` ends its connection
-    alone.
-    """
+    """Listens for the near ends of so many nodes. OSError or VerlSlurmError of `reach` ends one connection."""
 
     async def on_peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _key: bytes) -> None:
         try:
