@@ -1,15 +1,15 @@
-"""Processes and signals of the daemon: starting children so that a warning does not kill them, ending them so that none
-is left, reaping orphans, and hearing every signal.
+"""Processes and signals of the daemon: starting children so that a warning does not kill them, ending them so
+that none is left, reaping orphans, and hearing every signal.
 
-Slurm sends its warnings (SIGTERM, SIGUSR1, SIGCONT) to EVERY process of a step. None of them is a reason to die. Ranks
-and their launcher start with these ignored, and exec and fork pass that on; they are told through the control page
-instead. Ending them therefore takes SIGKILL to the whole tree. Ranks have sessions of their own, so process groups do
-not reach them. The agent is their subreaper, so the tree stays below it even if a process in between dies.
+Slurm sends its warnings (SIGTERM, SIGUSR1, SIGCONT) to EVERY process of a step. None of them is a reason to
+die. Ranks and their launcher start with these ignored; they are told through the control page instead. Ending
+them therefore takes SIGKILL to the whole tree. Ranks have sessions of their own, so process groups do not
+reach them. The agent is their subreaper, so the tree stays below it even if a process in between dies.
 
-A subreaper must wait() for the processes it adopts, or they stay as zombies: an agent adopts what a reward program
-leaves behind, a lead that is the first process of a container adopts orphans in the same way. The daemon's own children
-are left to the code that started them. The session tells the two apart: a command that asks Slurm is in the daemon's
-session, agents and launchers lead sessions of their own, and processes that ranks start are in the ranks' sessions.
+A subreaper must wait() for the processes it adopts, or they stay as zombies. The daemon's own children are
+left to the code that started them. The session tells the two apart: a command that asks Slurm is in the
+daemon's session, agents and launchers lead sessions of their own, and processes that ranks start are in the
+ranks' sessions.
 """
 
 import asyncio
@@ -41,11 +41,7 @@ _LOOKS = 5
 
 
 def kill_tree(patience_s: float = 3.0) -> list[int]:
-    """Sends SIGKILL to everything below this process; returns the processes that did not die in time (state
-    D: left to Slurm).
-
-    Repeats as long as it finds a new process: one may fork between the look and the kill.
-    """
+    """Kills everything below this process; returns what did not die in time (state D: left to Slurm)."""
     stubborn: set[int] = set()
     while True:
         # A look after each kill: a process may have forked after the former one.
@@ -115,12 +111,7 @@ RELAYED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 
 
 def listen(loop: asyncio.AbstractEventLoop, number: signal.Signals, heard: Callable[[], None]) -> None:
-    """Makes the loop call `heard` for each such signal, however many others arrive with it.
-
-    Signals of one number that arrive together may be reported as one: Unix does not count them.
-
-    Runs on the main thread.
-    """
+    """Has the loop call `heard` for each such signal, several of one number maybe once. On the main thread."""
 
     def tell(_number: int, _frame: FrameType | None) -> None:
         with suppress(RuntimeError):  # the loop is closed: no handler is left to call
@@ -144,8 +135,8 @@ def bury_orphans(loop: asyncio.AbstractEventLoop) -> None:
     """Reaps adopted children as they end, from now on. Runs on the main thread."""
     due = late = False
 
+    # `leaders`: session leaders that were dead a while ago already.
     def bury(leaders: frozenset[int] = frozenset()) -> None:
-        """Reaps the dead. Args: leaders: the session leaders that were dead a while ago already."""
         nonlocal due, late
         due, again = False, set()
         for pid in _adopted():

@@ -24,20 +24,13 @@ from verl_slurm.journal.status import Status
 
 T = TypeVar("T")
 
+# For one write. KillWait is 30 s, and the requeue is still to be asked for.
 _PATIENCE_S = 3.0
-"""For one write. KillWait is 30 s, and the requeue is still to be asked for."""
 _NOT_SAID = ("event", "time", "attempt", "job_id")
 
 
 class Journal:
-    """The journal of one attempt, open for writing.
-
-    Args:
-        heard: is called with each event after it was stamped.
-
-    Attributes:
-        paths, attempt: of the run and of its attempt.
-    """
+    """The journal of one attempt, open for writing. `heard` is called with each event after it was stamped."""
 
     def __init__(
         self, paths: RunPaths, *, attempt: int, job_id: str, heard: Callable[[Event], None] | None = None
@@ -53,9 +46,8 @@ class Journal:
     def write(self, event: Event) -> None:
         """Writes one event durably and prints it to the log.
 
-        A full or broken log must not stop a save, so standard output is best effort. If the journal cannot be
-        written, the lead prints the error on standard output and goes on. Where storage does not answer, the event is
-        written once it does.
+        What storage refuses is printed; where it does not answer, the event is written once it does. Neither
+        raises.
         """
         event = msgspec.structs.replace(event, time=now(), attempt=self.attempt, job_id=self._job_id)
 
@@ -112,16 +104,13 @@ class Journal:
             self.store(replace)
 
     def _is_closed(self, *, if_unknown: bool = False) -> bool:
-        """Returns whether a newer attempt owns the run.
-
-        Raises:
-            FileNotFoundError: RUN is away. A line would make a run of its own there.
-        """
+        """Returns whether a newer attempt owns the run. Raises FileNotFoundError: RUN is away."""
         try:
             owner = read_owner(self.paths)
         except (OSError, VerlSlurmError):
             return if_unknown
         if owner is None and not self.paths.run_yaml.exists():
+            # A line would make a run of its own there.
             raise FileNotFoundError(errno.ENOENT, "RUN is away", str(self.paths.root))
         return owner is not None and owner.attempt > self.attempt
 
@@ -131,14 +120,11 @@ _MAX_VALUE = 300
 
 
 def log_line(who: str, event: str, fields: Mapping[str, Any], *, loud: bool = False) -> str:
-    """Formats `TIME +MONOTONIC verl-slurm[WHO] EVENT key=value ...`, always one line.
+    """Formats `TIME +MONOTONIC verl-slurm[WHO] EVENT key=value ...`, always one line. WHO is the attempt, and
+    an agent's node.
 
-    The second field is CLOCK_MONOTONIC of this machine in seconds. Nodes disagree about dates, and dates are
-    set while a run goes on. The monotonic value still gives durations, and the order of events on one node.
-
-    Args:
-        who: the attempt; for an agent also its node.
-        loud: something is wrong.
+    MONOTONIC is CLOCK_MONOTONIC of this machine in seconds. Nodes disagree about dates, and dates are set
+    while a run goes on. It still gives durations, and the order of events on one node.
     """
     told = " ".join(f"{key}={_short(value)}" for key, value in fields.items() if value is not None)
     when = f"{now()} +{time.monotonic():.3f}"

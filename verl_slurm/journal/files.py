@@ -21,9 +21,9 @@ from verl_slurm.journal.history import History
 
 E = TypeVar("E", bound=Event)
 
+# A line of two bytes takes as long to refuse as an event to read, so 32 MiB of those would take two minutes.
 _MOST_LINES = 300_000
-"""Of a journal, from its end: twice the events that 32 MiB hold. A line of two bytes takes as long to refuse as an
-event to read, so 32 MiB of those would take two minutes."""
+"""Of a journal, from its end: twice the events that 32 MiB hold."""
 _NEWS_BYTES, _NEWS_LINES = 4 << 20, 30_000
 """Of what a follower has not seen yet, from its end."""
 _OF_ANY = frozenset({"event", "time", "attempt", "job_id"})
@@ -35,14 +35,7 @@ def now() -> str:
 
 
 def append_event(paths: RunPaths, event: E) -> E:
-    """Write `event` down, durably; with the present time where it has none.
-
-    Returns:
-        The event as written.
-
-    Raises:
-        OSError: it was not written.
-    """
+    """Writes `event` down, durably, with the present time where it has none; returns it so. Raises OSError."""
     stamped = event if event.time else msgspec.structs.replace(event, time=now())
     append_line(paths.events, json_line(to_json(stamped)))
     return stamped
@@ -95,16 +88,10 @@ _ANY = msgspec.json.Decoder(dict[str, Any])
 
 
 def read_events(paths: RunPaths, damaged: list[bytes] | None = None) -> list[Event]:
-    """All events, oldest first. Lines that are no events are passed over.
+    """All events, oldest first. Lines that are none are passed over, into `damaged`. Of a journal of more
+    than 32 MiB (some 150,000 events) or 300,000 lines, the newest are read.
 
-    A power cut or a full disk can leave half a line, which must not keep a run from going on. Of a journal of more than
-    32 MiB (some 150,000 events) or 300,000 lines, the newest are read.
-
-    Args:
-        damaged: gets the lines that are no events.
-
-    Raises:
-        TooMuch: something else than a journal has its name.
+    Raises TooMuch: something else than a journal has its name.
     """
     return read_last_events(paths, JOURNAL.num_bytes, damaged)[0]
 
@@ -140,16 +127,15 @@ def read_events_after(paths: RunPaths, offset: int, *, newest: bool = True) -> t
     """The events of the finished lines after `offset` bytes, oldest first, and the offset after them.
 
     Args:
-        newest: of more than 4 MiB or 30,000 lines, the newest: who follows many runs must not be held up by one.
-            Otherwise the first ones, and the next call goes on.
+        newest: of more than 4 MiB or 30,000 lines, the newest. Otherwise the first ones, and the next call
+            goes on.
 
-    Raises:
-        FileNotFoundError: there is no journal.
-        TooMuch: something else than a file has its name.
+    Raises FileNotFoundError: there is no journal. TooMuch: something else than a file has its name.
     """
     # A part of which no event has to be left out: the shortest ones have 60 bytes.
     fd, num_bytes = open_regular(paths.events), _NEWS_BYTES if newest else _NEWS_BYTES // 4
     try:
+        # The newest: who follows many runs must not be held up by one.
         begin = max(os.fstat(fd).st_size - num_bytes, offset) if newest else offset
         data = os.pread(fd, num_bytes, begin)
     finally:
@@ -164,30 +150,25 @@ def read_events_after(paths: RunPaths, offset: int, *, newest: bool = True) -> t
 def _newest(
     data: bytes, end: int, most_lines: int, *, whole: bool, damaged: list[bytes] | None = None
 ) -> tuple[list[Event], bool]:
-    """The events of the lines before `end`, oldest first, and whether no line was left out.
-
-    Of lines that would take too much memory or time, the older ones are left out.
-    """
+    """The events of the lines before `end`, oldest first, and whether no line was left out."""
     found: list[Event] = []
     left = JOURNAL.num_values
     for number, line in enumerate(_lines_backwards(data, end, whole=whole)):
         left -= line.count(b",") + line.count(b"[") + line.count(b"{")
+        # Of lines that would take too much memory or time, the older ones are left out.
         if left < 0 or number == most_lines:
             return found[::-1], False
         if line and (event := parse_event(line)) is not None:
             found.append(event)
+        # A power cut or a full disk can leave half a line, which must not keep a run from going on.
         elif damaged is not None and line.strip():
             damaged.append(line)
     return found[::-1], True
 
 
 def _lines_backwards(data: bytes, end: int, *, whole: bool) -> Iterator[bytes]:
-    """The lines of `data` before `end`, newest first, one at a time: a list of very short ones takes 20 times the
-    memory of `data`.
-
-    Args:
-        whole: the first line begins in `data`; otherwise it is left out.
-    """
+    """The lines of `data` before `end`, newest first; the oldest only if it begins in `data` (`whole`)."""
+    # One at a time: a list of very short lines takes 20 times the memory of `data`.
     while (begin := data.rfind(b"\n", 0, end)) >= 0:
         yield data[begin + 1 : end]
         end = begin

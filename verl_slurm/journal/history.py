@@ -155,9 +155,9 @@ class Outage(msgspec.Struct, kw_only=True):
 
     @property
     def tokens_lost(self) -> int | None:
-        """0 where the ranks went on from what they had saved when they stopped, or will. Else None: finished rollouts
-        are in the ledger, and the tokens of micro-batches that were being sampled when the ranks died are not counted.
-        """
+        """0 where the ranks went on from what they had saved when they stopped, or will. Else None."""
+        # Finished rollouts are in the ledger. The tokens of micro-batches that were being sampled are not
+        # counted.
         goes_on = self.verified if self.resumed is None else self.resumed == self.saved
         return 0 if self.saved and goes_on else None
 
@@ -213,12 +213,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class History:
-    """All of it.
-
-    Args:
-        events: oldest first.
-        cluster: of the job that wrote before the first of them; `host` likewise.
-    """
+    """All of it, from the oldest event on. `cluster`, `host`: of the job that wrote before that one."""
 
     def __init__(
         self, events: Iterable[ev.Event] = (), cluster: ev.Cluster = "slurm", host: str = ""
@@ -421,11 +416,8 @@ class History:
         return cancelled and self._arrays.get(job_id) == array_id
 
     def ended_well_with(self, checkpoint: str, job_id: str, array_id: str | None) -> bool:
-        """Whether this very job, or an earlier task of its array, ended well with `checkpoint`, and no new submission
-        came since.
-
-        Args:
-            array_id: the array that `job_id` is a task of.
+        """Whether this very job, or an earlier task of its array, ended well with `checkpoint`, and no new
+        submission came since.
         """
         end = self.end
         if end is None or end.exit_code != ExitCode.OK or end.checkpoint != checkpoint:
@@ -437,10 +429,7 @@ class History:
     def avoided_nodes(self, new: Collection[str], now: datetime, for_s: float) -> tuple[str, ...]:
         """The nodes to name to Slurm, the newest first, and by name among those of one event.
 
-        Args:
-            new: nodes found out just now.
-            now: with a time zone.
-            for_s: how long a node stays away.
+        `new` were found out just now; `now` has a time zone; `for_s`: how long a node stays away.
         """
         # 0 switches it off.
         nodes = dict.fromkeys(sorted(new) if for_s > 0 else ())
@@ -460,6 +449,7 @@ class History:
             case ev.Submitted():
                 self.stuck = self.strangers = self.short = self.unfit = self._failed_starts = 0
             case ev.Held():
+                # A job that was held for it, and released, begins to count anew.
                 self.held, self.short, self._failed_starts = event, 0, 0
             case ev.StartFailed():
                 self.start_failed = event
@@ -522,27 +512,18 @@ class History:
         return any(self.counts[kind] for kind in ("training", "first_rollout", "verified"))
 
     def no_progress(self, command: str) -> str:
-        """The reason of an end after `stuck` restarts: the last fault in its own words, and what shows more.
-
-        Args:
-            command: for people.
-        """
+        """The reason of an end after `stuck` restarts: the last fault in its own words; `command` shows more."""
         lines = self._last_fault.splitlines()[-_LAST_LINES:]
         said = " / ".join(line.strip()[:_MOST_OF_LINE] for line in lines)
         last = f"; the last one: {said}" if said else ""
         return f"{self.stuck} restarts in a row crashed without anything new{last}; {command} shows more"
 
     def failed_starts(self, job_id: str, requeues: int) -> int:
-        """How many attempts before this one storage or Slurm stopped, in a row, with nothing new in between.
-
-        One that could write to the journal says so. One that could not is missed there, but Slurm has counted it. A job
-        that was held for it, and released, begins to count anew.
-
-        Args:
-            requeues: how often Slurm has requeued the job.
-        """
+        """How many attempts in a row before this one storage or Slurm stopped. `requeues`: of the job so far."""
         its = [one.event.requeues for one in self.attempts if one.event.job_id == job_id]
         # Requeues beyond the last start that could write: attempts whose storage took not even an event.
+        # One that could write to the journal says so there; one that could not is missed there, but Slurm has
+        # counted it.
         return self._failed_starts + max(requeues - (its[-1] if its else -1) - 1, 0)
 
     # ---- checkpoints
@@ -620,9 +601,7 @@ class History:
     def on_nodes_alone(self, present: Collection[str], since: int = 0) -> dict[str, str]:
         """Checkpoint -> the nodes whose disks alone hold it: they are not in this job, or have lost it.
 
-        Args:
-            present: the names of the checkpoints on shared storage.
-            since: the first attempt whose checkpoints count.
+        `present`: the names on shared storage. `since`: the first attempt whose checkpoints count.
         """
         # Which nodes held it follows from the attempt's own Started.
         where = {one.number: one.event.nodes for one in self.attempts}
@@ -759,11 +738,11 @@ class History:
                 self._end_outage(now, back=True)
 
     def _fail(self, now: float, cause: str, evidence: str, kind: IntervalKind = "preempted") -> None:
-        """Args: cause: empty: the run is not to go on, so that it is no outage."""
         self._interrupted = True
         # A crash of ranks that are saving: the save goes on, or fails by itself.
         if self._kind != "saving":
             self._to(kind, now)
+        # The run is not to go on, so that it is no outage.
         if not cause:
             return
         if self._outage is None or self._outage.resumed is not None:
@@ -812,11 +791,7 @@ class History:
         return round(sum(outage.seconds or 0.0 for outage in self.outages), 3)
 
     def allocated_seconds(self, now: float | None = None) -> float:
-        """From each start to its end, waiting in the queue left out.
-
-        Args:
-            now: to which an attempt lives that has not ended; None: its last word.
-        """
+        """From each start to its end, without the queue. `now`: of one that lives; None: its last word."""
         lived = sum(one.last - one.began for one in self.attempts)
         newest = self.attempts[-1] if self.attempts else None
         if newest is None or newest.end is not None or now is None:
@@ -825,10 +800,9 @@ class History:
 
     @property
     def num_lossy(self) -> int:
-        """Outages that lost work: a crash of the ranks, an end without a verified save, and an attempt that ended
-        without a word. A preemption or a time limit that was answered with a verified checkpoint loses nothing, and no
-        periodic save would have helped. The newest attempt may still be at work.
-        """
+        """Outages that lost work: a crash of the ranks, an end without a verified save, or without a word."""
+        # A preemption or a time limit that was answered with a verified checkpoint loses nothing, and no
+        # periodic save would have helped. The newest attempt may still be at work.
         silent = {one.number for one in self.attempts[:-1]} - self.ended_attempts.keys()
         return sum(one.num_crashes + (one.is_degraded or one.number in silent) for one in self.attempts)
 
@@ -889,25 +863,17 @@ class History:
 
 
 def mean_time_between(num_lossy: int, run_s: float, expected_s: float) -> float:
-    """Seconds between outages that lose work, with what was believed before.
-
-    The posterior mean rate under a Gamma prior of one in `expected_s`: (1 + lossy) / (expected_s + run_s). So nothing
-    seen in a short time changes little, and what is seen in a long time outweighs any belief.
-
-    Args:
-        expected_s: above 0.
+    """Seconds between outages that lose work: the inverse of the posterior mean rate under a Gamma prior of
+    one in `expected_s` (above 0), (1 + lossy) / (expected_s + run_s).
     """
+    # What is seen in a short time changes little, and what is seen in a long time outweighs any belief.
     return (expected_s + run_s) / (1 + num_lossy)
 
 
 def interruption_facts(
     outages: Sequence[Outage], now: datetime, *, has_ledger: bool = True
 ) -> dict[str, Any]:
-    """The sum, and each outage with its parts, for `--json`. One that lasts has its time so far.
-
-    Args:
-        has_ledger: the loop keeps finished rollouts.
-    """
+    """The sum, and each outage with its parts, for `--json`. One that lasts has its time so far."""
     each = []
     for one in outages:
         lasts = one.seconds is None
@@ -925,11 +891,9 @@ def interruption_facts(
 
 
 def cancelled_task(events: Iterable[ev.Event], job_id: str) -> str:
-    """The job that `verl-slurm cancel` ended, where the run did not go on since; empty: none.
-
-    The next task of a chain starts by itself, whatever became of the one before it. One that only said that the run
-    was cancelled did not go on with it: the task after that one must not, either.
-    """
+    """The job that `verl-slurm cancel` ended, where the run did not go on since; empty: none."""
+    # The next task of a chain starts by itself, whatever became of the one before it. One that only said that
+    # the run was cancelled did not go on with it: the task after that one must not, either.
     job = asked = ""
     for event in events:
         match event:

@@ -29,12 +29,7 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pace_of(rows: Sequence[Mapping[str, Any]], steps_done: int, steps: int | None) -> Pace:
-    """Returns the pace.
-
-    Args:
-        rows: of the last steps (`journal.steps`), oldest first.
-        steps: of the whole run; None or 0: not known.
-    """
+    """Returns the pace. `rows`: of the last steps, oldest first. `steps`: of all; None or 0: not known."""
     times = [
         time for row in rows[-LOOKED_AT:] if (time := number(row.get("step_s"))) is not None and time > 0
     ]
@@ -93,11 +88,7 @@ def node_states(
 ) -> dict[str, list[str]]:
     """Returns the nodes by what they do; a state without nodes is left out.
 
-    Args:
-        status: the snapshot (`journal.status`).
-        lost: as `History.lost_nodes` has them.
-        avoided: those that the next job stays away from.
-        has_nodes: the run's job is running; one that waits or is over has none.
+    `avoided`: the next job stays away from them. `has_nodes`: the run's job is running.
     """
     found: dict[str, list[str]] = {}
     if has_nodes:

@@ -57,13 +57,10 @@ _TYPES: dict[str, type | UnionType] = {
 
 
 def read_status(paths: RunPaths) -> dict[str, Any]:
-    """The snapshot's fields, or none where no daemon ever ran. It is replaced atomically, so it is always whole.
+    """The snapshot's fields that are of their type, or none where no daemon ever ran. It is replaced
+    atomically, so it is always whole. What a daemon of another version did not write is left out.
 
-    A run may have been handed over: a value that is not of its type is left out. So is what a daemon of another
-    version did not write: `interruptions` is there or not.
-
-    Raises:
-        TooMuch: something else than a file of some KB has its name.
+    Raises TooMuch: something else than a file of some KB has its name.
     """
     try:
         data = read_regular(paths.status, SMALL)

@@ -34,29 +34,19 @@ _LINE = 1 << 16
 """Bytes of a line; a longer one is none of ours, and reads as several that are no rows."""
 _MOST_DAMAGED = 1000
 _ROW = msgspec.json.Decoder(dict[str, float | int | str | bool | None])
+# JSON has integers that no float can hold, and no number of a step is one.
 _LARGEST = 1 << 53
-"""JSON has integers that no float can hold, and no number of a step is one."""
 
 
 def append_step(paths: RunPaths, attempt: int, row: dict[str, float]) -> None:
-    """Write one step down.
-
-    Raises:
-        OSError: it was not written whole.
-    """
+    """Writes one step down. Raises OSError: it was not written whole."""
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     # Not durable: nothing depends on it, and the training would wait for the disk at each step.
     append_line(paths.steps, msgspec.json.encode({"time": now, "attempt": attempt, **row}), durable=False)
 
 
 def last_steps(paths: RunPaths, count: int) -> list[StepRow]:
-    """The newest row of each of the last `count` steps, oldest first. No file, no rows.
-
-    What an earlier attempt had done beyond the newest line's step is no part of the run any more.
-
-    Raises:
-        TooMuch: something else than a file has its name.
-    """
+    """The newest row of each of the last `count` steps, oldest first; no file, no rows. Raises TooMuch."""
     rows: list[StepRow] = []
     for line in _from_the_end(paths):
         row = _parse(line)
@@ -73,12 +63,11 @@ def last_steps(paths: RunPaths, count: int) -> list[StepRow]:
 def every_row(
     paths: RunPaths, damaged: list[int] | None = None, unread: list[str] | None = None
 ) -> Iterator[StepRow]:
-    """The rows of all lines in their order, those of steps done again included. No file, none. Of a file beyond
-    128 MiB or 300,000 lines, the newest are read.
+    """The rows of all lines in their order, those of steps done again included. No file, none. Of a file
+    beyond 128 MiB or 300,000 lines, the newest are read.
 
     Args:
-        damaged: gets the number of each line that is no row, counted from the first that is read, which is 1; at most
-            the first 1,000 of them.
+        damaged: gets the number of each line that is no row, from 1 at the first that is read; at most 1,000.
         unread: gets a sentence if the file is read in part.
     """
     for number, line in enumerate(_lines(paths, unread if unread is not None else []), 1):

@@ -19,6 +19,8 @@ from verl_slurm.base.search_path import clean_environment
 from verl_slurm.config.checks.options import asks_for_gpus
 from verl_slurm.config.schema import RunConfig, nodes_of_components
 
+# The next start begins ten minutes later: no nodes are held meanwhile. The scripts in `sbatch/` repeat it,
+# since Slurm runs a copy of a script, beside which nothing lies.
 AWAIT = """\
 verl_slurm_await() { # until this command succeeds: its file system may come late
     local tries said later='' how=requeue
@@ -41,10 +43,7 @@ verl_slurm_await() { # until this command succeeds: its file system may come lat
     echo "verl-slurm: $* still fails, and Slurm takes no requeue: verl-slurm submit RUN goes on with the run"
     exit 127
 }"""
-"""The shell's function that waits for a program, and asks for another start if it does not come. A start waits for a
-minute, and the next one begins ten minutes later: no nodes are held meanwhile. The scripts in `sbatch/` repeat it,
-since Slurm runs a copy of a script, beside which nothing lies.
-"""
+"""The shell's function that waits a minute for a program, and asks for another start if it does not come."""
 # Variables that sbatch reads before the script (man sbatch, INPUT ENVIRONMENT VARIABLES): a forgotten SBATCH_NO_REQUEUE
 # would silently override our `--requeue`. Also those of a job that we are inside of, which srun in the new job would
 # take for its own.
@@ -61,9 +60,8 @@ _KEEP_UNLESS_SET = {
 
 
 def awaiting(python: str, paths: RunPaths) -> list[str]:
-    """Returns the lines of a batch script that wait for RUN, for Python and for what is installed there, and from when
-    RUN is there write into its log. Slurm itself ends a job for good whose output it cannot open (`ExitCode=0:53`).
-    """
+    """Returns the lines of a batch script that wait for RUN, Python and our packages, and then log into RUN."""
+    # Slurm itself ends a job for good whose output it cannot open (`ExitCode=0:53`).
     log = f'{shlex.quote(str(paths.logs))}/"${{SLURM_JOB_ID}}"_0_log.out'
     there = ["test", "-e", str(paths.run_yaml)], ["mkdir", "-p", str(paths.logs)]
     commands = *map(shlex.join, there), f"touch {log}"
@@ -86,7 +84,6 @@ def sbatch_parameters(
         expedite: Slurm offers `--requeue=expedite`, and the configuration wants it (`requeue_rules.py`).
         after: id of a job that must have ended for good before this one starts; empty: none.
         avoids: nodes to stay away from, beside those that the user excludes.
-        waits: lines of the script, from `awaiting`.
     """
     slurm = config.slurm
     requeue = "expedite" if expedite else True
@@ -141,18 +138,16 @@ def sbatch_parameters(
 
 
 def component_lines(config: RunConfig, requeue: str = "--requeue") -> list[str]:
-    """Returns the lines of a batch script for the further components of a heterogeneous job: a service's nodes each.
+    """Returns the lines of a batch script for the further components of a heterogeneous job: a service's
+    nodes each.
 
-    What the first component asks for by its name holds for them too, unless the service says otherwise. The lead is in
-    the first component, so the warning before the limit goes there alone.
-
-    Args:
-        requeue: the option of the first component: Slurm requeues all of them or none.
+    What the first component asks for by its name holds for them too, unless the service says otherwise.
     """
     slurm, lines = config.slurm, list[str]()
     for name, service in config.services.items():
         if not service.is_apart:
             continue
+        # No `signal`: the lead is in the first component, so the warning before the limit goes there alone.
         options: dict[str, object] = {"job-name": config.name, "time": slurm.time_limit_min}
         options |= {
             "nodes": service.nodes,
@@ -168,6 +163,7 @@ def component_lines(config: RunConfig, requeue: str = "--requeue") -> list[str]:
             f"--{option}" if value is True else f"--{option}={shlex.quote(str(value))}"
             for option, value in options.items()
         ]
+        # Slurm requeues all components or none, so they have the first one's option.
         lines += ["#SBATCH hetjob", *(f"#SBATCH {word}" for word in [*words, requeue])]
     return lines
 

@@ -78,13 +78,11 @@ def decide_cause(
     """Decides which of the kinds above applies.
 
     Args:
-        trigger: what made us ask.
-        facts: the job as read after that.
+        facts: the job as read after the trigger.
         own_restarts: SLURM_RESTART_COUNT of this attempt, 0 if unset.
         signal_lead_s: N of `--signal=B:USR1@N`, or what a short time limit leaves of it.
-        now: UTC.
         lost_nodes: the job's nodes that Slurm calls DOWN or not responding.
-        slack_s: how much earlier than that a warning may come.
+        slack_s: how much earlier than `signal_lead_s` a warning may come.
     """
     shown = _shown(facts, own_restarts)
     # Restarts decides first: it has risen as soon as Slurm requeues, whatever the other fields still show.
@@ -109,7 +107,7 @@ def decide_cause(
     if facts.failed or facts.state == "NODE_FAIL":
         return JobCause(kind="failed", evidence=shown)
     # PreemptMode=CANCEL and --no-requeue: told from a scancel by a PreemptTime that is the EndTime, by the JSON of
-    # 23.11 and newer, or by a partition without a grace time to cancel in (`client.job`).
+    # 23.11 and newer, or by a partition without a grace time to cancel in (`SlurmClient.job`).
     if facts.preempted:
         return JobCause(kind="preemption", evidence=shown)
     # What nothing else explains counts as a cancel: no cancel is ever undone.

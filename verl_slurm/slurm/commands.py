@@ -1,7 +1,7 @@
 """Builds Slurm's command lines, as lists. Pure; no command passes through a shell.
 
-The first word is the program's bare name; the client replaces it by the absolute path it found. Values come typed and
-validated (`environment.py`), so none can be an option: numbers are ints, names match `NAME`.
+The first word is the program's bare name; the client replaces it by the absolute path it found. Values come
+typed and validated (`slurm_environment.py`), so none can be an option: numbers are ints, names match `NAME`.
 """
 
 import re

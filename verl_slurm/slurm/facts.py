@@ -98,8 +98,7 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def failed(self) -> bool:
-        """Returns whether Slurm ends, or has ended, it because something broke: a node, memory, or its batch process,
-        which was killed or left with an error. It was not ended on purpose."""
+        """Returns whether it ends, or ended, because something broke: a node, memory, or its batch process."""
         # 22.05 says JobLaunchFailure for a batch process that was killed, newer ones `RaisedSignal:9(Killed)`.
         # `scancel`, with any signal but through `-b`, leaves Reason=None.
         word = (self.reason or "").partition(":")[0]
@@ -114,8 +113,7 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_running(self) -> bool:
-        """Returns whether it has its nodes and runs. Slurm shows SIGNALING for the moment in which it delivers a
-        signal."""
+        """Returns whether it has its nodes and runs."""
         return self.state in _STATES_RUNNING
 
     @property

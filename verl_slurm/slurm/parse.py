@@ -27,11 +27,7 @@ _KEY = re.compile(r"[A-Za-z][\w/:.*-]*")
 
 
 def parse_time(text: str) -> datetime | None:
-    """Parses Slurm's time; returns None for its many words for "none".
-
-    Raises:
-        ValueError: neither.
-    """
+    """Parses Slurm's time; returns None for its many words for "none". Raises ValueError: neither."""
     if text in _NOTHING:
         return None
     # Without ASCII, \d matches the digits of all scripts.
@@ -59,8 +55,7 @@ def parse_states(text: str) -> dict[int, tuple[str, str, str]]:
 def parse_seconds(text: str) -> int | None:
     """Parses `[days-]hours:minutes:seconds`, `minutes:seconds` or plain seconds; None: unlimited or not set.
 
-    Raises:
-        ValueError: none of these.
+    Raises ValueError: none of these.
     """
     if text in _NOTHING or text.upper() in {"UNLIMITED", "INFINITE", "PARTITION_LIMIT", "INVALID"}:
         return None
@@ -75,7 +70,7 @@ def parse_seconds(text: str) -> int | None:
 
 
 def _records(text: str) -> list[dict[str, str]]:
-    """Yields blocks of `Key=value` lines, separated by blank lines."""
+    """Returns blocks of `Key=value` lines, which blank lines separate."""
     blocks: list[dict[str, str]] = []
     # One record for each task of an array and each component of a heterogeneous job.
     for block in re.split(r"\n\s*\n", text.strip("\n")):
@@ -115,15 +110,10 @@ def _unreadable(found: str) -> SlurmMissing:
 
 
 def parse_job(text: str, job_id: int) -> JobFacts:
-    """Parses the output of `scontrol show job ID`.
+    """Parses the record of `job_id` in the output of `scontrol show job ID`; an array or a heterogeneous job
+    has several.
 
-    Args:
-        text: the output; several records if ID is an array or a heterogeneous job.
-        job_id: the wanted record.
-
-    Raises:
-        NotFound: no such record.
-        SlurmMissing: the text is not what Slurm prints.
+    Raises NotFound: no such record. SlurmMissing: the text is not what Slurm prints.
     """
     for fields in _records(text):
         if fields.get("JobId") == str(job_id):
@@ -187,12 +177,7 @@ def _optional(value: str) -> str | None:
 
 
 def parse_node(text: str, name: str) -> NodeFacts:
-    """Parses the output of `scontrol show node NAME`.
-
-    Raises:
-        NotFound: no such node.
-        SlurmMissing: the text is not what Slurm prints.
-    """
+    """Parses the output of `scontrol show node NAME`. Raises NotFound, SlurmMissing, as `parse_job`."""
     for fields in _records(text):
         if fields.get("NodeName") == name:
             try:
@@ -224,13 +209,10 @@ _USABLE = frozenset({"alloc", "allocated", "comp", "completing", "idle", "mix", 
 
 
 def parse_usable_nodes(text: str, states: Collection[str] = _USABLE) -> dict[str, str]:
-    """Parses the output of `commands.list_nodes`: the nodes that jobs run on now or may at once, and the kind of each.
+    """Parses the output of `commands.list_nodes`: the nodes that jobs run on now or may at once, and the kind
+    of each.
 
-    Args:
-        states: that count.
-
-    Returns:
-        By name `features|generic resources`; nodes with the same words count as alike.
+    A kind is `features|generic resources`. `states`: those that count.
     """
     usable: dict[str, str] = {}
     for line in text.splitlines():
@@ -251,12 +233,7 @@ def _node_state(text: str) -> frozenset[str]:
 
 
 def parse_partition(text: str, name: str) -> PartitionFacts:
-    """Parses the output of `scontrol show partition NAME`.
-
-    Raises:
-        NotFound: no such partition.
-        SlurmMissing: the text is not what Slurm prints.
-    """
+    """Parses the output of `scontrol show partition NAME`. Raises NotFound, SlurmMissing, as `parse_job`."""
     for fields in _records(text):
         if fields.get("PartitionName") == name:
             return _partition(fields)
@@ -268,21 +245,12 @@ def parse_partition(text: str, name: str) -> PartitionFacts:
 
 
 def parse_partitions(text: str) -> list[PartitionFacts]:
-    """Parses the output of `scontrol show partition`.
-
-    Raises:
-        SlurmMissing: the text is not what Slurm prints.
-    """
+    """Parses the output of `scontrol show partition`. Raises SlurmMissing, as `parse_job`."""
     return [_partition(fields) for fields in _records(text) if "PartitionName" in fields]
 
 
 def parse_default_partition(text: str) -> PartitionFacts:
-    """Returns the default partition in the output of `scontrol show partition`.
-
-    Raises:
-        NotFound: there is no default.
-        SlurmMissing: the text is not what Slurm prints.
-    """
+    """Returns the default partition in that output. Raises NotFound: there is none. SlurmMissing."""
     for facts in parse_partitions(text):
         if facts.is_default:
             return facts
@@ -339,11 +307,7 @@ def parse_config_time(text: str) -> datetime | None:
 
 
 def parse_hostnames(text: str) -> list[str]:
-    """Parses the output of `scontrol show hostnames LIST`: one name per line.
-
-    Raises:
-        SlurmMissing: a line that is no host name.
-    """
+    """Parses the output of `scontrol show hostnames LIST`. Raises SlurmMissing: a word is no host name."""
     names = text.split()
     for name in names:
         if re.fullmatch(r"[A-Za-z0-9][\w.-]{0,254}", name, re.ASCII) is None:
@@ -377,18 +341,16 @@ class _Answer(msgspec.Struct):
 
 
 def ended_as(text: str, job_id: int) -> str | None:
-    """Reads from `scontrol show job ID --json` what a COMPLETING job will be; None: no known end, or no such answer.
-
-    The text shows one word of a state that has several, and COMPLETING hides the others: a job that its user cancels
-    and one that Slurm ends for a preemption look alike (all versions). From 23.11 on the JSON lists all of them.
-    22.05's scontrol has no such option and 23.02's JSON has the one word: then the answer stays unknown.
-    """
+    """Reads from `scontrol show job ID --json` what a COMPLETING job will be; None: it does not say."""
     try:
         answer = msgspec.json.decode(text, type=_Answer)
     # msgspec lets the last two through, which are none of its own errors.
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
     # One record, and a list of words: a single word is the one that hides the others (up to 23.02).
+    # The text shows one word of a state that has several, and COMPLETING hides the others: a job that its
+    # user cancels and one that Slurm ends for a preemption look alike (all versions). From 23.11 on the JSON
+    # lists all of them. 22.05's scontrol has no such option: then the end stays unknown.
     states = [job.job_state for job in answer.jobs if job.job_id == job_id]
     if len(states) != 1 or isinstance(states[0], str):
         return None

@@ -28,11 +28,7 @@ def python_of(slurm: SlurmConfig) -> str | None:
 
 
 def setup_script(slurm: SlurmConfig, *, commands: bool = True) -> str:
-    """Returns the script; empty: there is nothing to do.
-
-    Args:
-        commands: False: without the user's own (`slurm.setup`), for a check that does nothing but load.
-    """
+    """Returns the script; empty: there is nothing to do. `commands`: with the user's own (`slurm.setup`)."""
     lines = []
     if slurm.modules:
         lines.append(_MODULES)
@@ -41,6 +37,7 @@ def setup_script(slurm: SlurmConfig, *, commands: bool = True) -> str:
         lines.append(f"module load {word} || _verl_slurm_failed {shlex.quote(f'module load {name} failed')}")
     if slurm.python is not None:
         lines += _activation(slurm.python)
+    # Without them, for a check that does nothing but load.
     for number, command in enumerate(slurm.setup if commands else ()):
         failed = f'"slurm.setup[{number}] failed with exit code $?"'
         # On lines of its own: a comment or a here-document at the end of a command stays inside.

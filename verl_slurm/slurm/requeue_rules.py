@@ -51,12 +51,7 @@ class RequeueOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def refuse_requeue(facts: JobFacts, own_restarts: int) -> RequeueOutcome | None:
-    """Returns why the job must not be requeued (any more); None: go on. Pure.
-
-    Args:
-        facts: read just before.
-        own_restarts: SLURM_RESTART_COUNT of this run (0 where unset).
-    """
+    """Returns why the job must not be requeued (any more), by facts read just before; None: go on. Pure."""
     if facts.restarts > own_restarts:
         return RequeueOutcome(
             kind="already_requeued",
@@ -91,8 +86,7 @@ _NO_ANSWER = (
     "rate limit",  # 23.02 and newer, where slurmctld limits a user's requests
     "try again later",  # a job in transition
 )
-"""Words of Slurm's errors that mean: slurmctld was not reached, or its answer was lost, or ask again
-(slurm_errno.c)."""
+"""Slurm's words for: slurmctld was not reached, its answer was lost, or ask again (slurm_errno.c)."""
 
 
 def is_answer(done: Completed) -> bool:
@@ -108,12 +102,7 @@ def names_expedite(sbatch_help: str) -> bool:
 
 
 def offered(sbatch_help: str, conf: Mapping[str, str]) -> bool:
-    """Returns whether Slurm accepts a job that asks for `--requeue=expedite`.
-
-    Args:
-        sbatch_help: what `sbatch --help` prints.
-        conf: `scontrol show config`.
-    """
+    """Returns whether Slurm accepts `--requeue=expedite`, by `sbatch --help` and `scontrol show config`."""
     words = {word.strip().lower() for word in conf.get("SlurmctldParameters", "").split(",")}
     return names_expedite(sbatch_help) and "enable_expedited_requeue" in words
 
@@ -121,12 +110,9 @@ def offered(sbatch_help: str, conf: Mapping[str, str]) -> bool:
 def sparable(
     nodes: Sequence[str], usable: Mapping[str, str], excluded: Collection[str], needed: int
 ) -> tuple[str, ...]:
-    """Returns those of `nodes`, the first ones first, that a job of `needed` nodes can do without: of each kind,
-    enough stay.
-
-    Nodes of the same kind that are up are counted (`usable`: kinds by node): others may lack what a constraint or a GPU
-    request asks for, and nothing withdraws an exclusion while a job waits. A node that is down is left to Slurm.
-    """
+    """Returns those of `nodes`, the first ones first, that a job of `needed` nodes can do without."""
+    # Of each kind (`usable`, by node), enough stay: others may lack what a constraint or a GPU request asks
+    # for, and nothing withdraws an exclusion while a job waits. A node that is down is left to Slurm.
     left = Counter(kind for node, kind in usable.items() if node not in excluded)
     spared = []
     for node in nodes:

@@ -71,16 +71,9 @@ class Completed(msgspec.Struct, frozen=True, kw_only=True):
 def run_command(
     argv: list[str], env: Mapping[str, str], timeout_s: float, cwd: str | None = None
 ) -> Completed:
-    """Runs a command and reads its output.
+    """Runs a command, whose program is an absolute path, with this whole environment, and reads its output.
 
-    Args:
-        argv: the program's absolute path and its arguments.
-        env: its whole environment.
-        timeout_s: seconds until it is killed.
-        cwd: its working directory; None: this process's.
-
-    Raises:
-        SlurmMissing: the command cannot be started, does not end in time, or prints endlessly. It is dead then.
+    Raises SlurmMissing: it cannot be started, does not end in time, or prints endlessly. It is dead then.
     """
     began = time.monotonic()
     # A requeue sends TERM within milliseconds. A blocked mask survives exec, a handler does not. It is set in this

@@ -44,11 +44,9 @@ def _today() -> datetime:
 
 
 class SlurmClient:
-    """Asks and commands slurmctld. Holds no connection; every call is one command.
+    """Asks and commands slurmctld. Holds no connection; every call is one command, of `timeout_s` at most.
 
-    Args:
-        env: the environment of the commands (SLURM_CONF chooses the cluster); None: this process's.
-        timeout_s: deadline of one command.
+    `env`: of the commands (SLURM_CONF chooses the cluster); None: this process's.
     """
 
     def __init__(self, env: Mapping[str, str] | None = None, *, timeout_s: float = 8.0) -> None:
@@ -78,14 +76,9 @@ class SlurmClient:
         return self._programs[name]
 
     async def run(self, argv: list[str], within_s: float | None = None, cwd: str | None = None) -> Completed:
-        """Runs one command to its end.
+        """Runs one command to its end, within `within_s` if that is less than the client's deadline.
 
-        Args:
-            within_s: a shorter deadline than the client's.
-            cwd: its working directory; None: this process's.
-
-        Raises:
-            SlurmMissing: no such program, no answer in time, or an endless one. The command is dead then.
+        Raises SlurmMissing: no such program, or as `run_command`.
         """
         command = [self._program(argv[0]), *argv[1:]]
         timeout_s = self._timeout_s if within_s is None else max(0.0, min(self._timeout_s, within_s))
@@ -136,9 +129,7 @@ class SlurmClient:
     async def job(self, job_id: int, within_s: float | None = None) -> JobFacts:
         """Returns the job as slurmctld has it now.
 
-        Raises:
-            NotFound: unknown, or forgotten (MinJobAge after its end).
-            SlurmMissing: no answer.
+        Raises NotFound: unknown, or forgotten (MinJobAge after its end). SlurmMissing: no answer.
         """
         text = await self._ask(commands.show_job(job_id), "Slurm does not know the job", job_id, within_s)
         facts = parse.parse_job(text, job_id)
@@ -158,8 +149,7 @@ class SlurmClient:
         return msgspec.structs.replace(facts, ended_as=end)
 
     async def _without_grace(self, partition: str) -> bool:
-        """Returns whether jobs there are preempted at once: then none can be cancelled in its grace time. Raises as
-        `job`."""
+        """Returns whether jobs there are preempted at once: then none can be cancelled in its grace time."""
         argv = commands.show_partition(partition)
         text = await self._ask(argv, "Slurm has no such partition", partition, _ASIDE_S)
         conf = parse.parse_config(
@@ -219,11 +209,7 @@ class SlurmClient:
         return next((number for number, run in reversed(await self.own_jobs()) if run == script), "")
 
     async def states(self, users: Iterable[int]) -> dict[int, tuple[str, str, str]]:
-        """Maps the number of every unfinished job of these users (uids) to (state, reason, script), in ONE question.
-
-        Raises:
-            SlurmMissing: no answer.
-        """
+        """Returns (state, reason, script) of each unfinished job of these users (uids). Raises SlurmMissing."""
         text = await self._ask(commands.list_states(users), "Slurm does not list jobs", None)
         return parse.parse_states(text)
 
@@ -253,11 +239,7 @@ class SlurmClient:
         return parse.parse_config(text), parse.parse_config_time(text)
 
     async def past_jobs(self, partition: str, days: int) -> parse.PastJobs:
-        """Returns our jobs of the last days there, from Slurm's accounting.
-
-        Raises:
-            SlurmMissing: there is none, or it does not answer.
-        """
+        """Returns our jobs of the last days there. Raises SlurmMissing: no accounting, or no answer."""
         argv = commands.list_past_jobs(partition, days)
         return parse.parse_past_jobs(await self._ask(argv, "Slurm does not list past jobs", partition))
 
@@ -271,12 +253,9 @@ class SlurmClient:
             return False
 
     async def forbid_requeue(self, job: JobFacts) -> str:
-        """Sets Requeue=0, so that Slurm does not start the job again by itself, and reads it back.
-
-        Returns:
-            Slurm's objection; empty: done.
-        """
+        """Sets Requeue=0 and reads it back. Returns Slurm's objection, or its silence; empty: done."""
         try:
+            # So that Slurm does not start the job again by itself.
             done = await self.run(commands.forbid_requeue(job.target))
             if done.exit_code != 0:
                 return slurm_words(done.stderr) or f"exit code {done.exit_code}"
@@ -298,9 +277,8 @@ class SlurmClient:
     async def cancel(self, job_id: int) -> None:
         """Ends a job permanently.
 
-        Raises:
-            SlurmRefused: not ours, or over already.
-            NotFound, SlurmMissing: as `job`. The job may have been cancelled.
+        Raises SlurmRefused: not ours, or over already. NotFound, SlurmMissing: as `job`. The job may have
+        been cancelled.
         """
         # Asked for its target: the number of one task of an array stands for the whole array.
         job = await self.job(job_id)
@@ -323,9 +301,7 @@ class SlurmClient:
     async def signal_batch(self, job_id: int, signal: str) -> None:
         """Signals a running job's batch process, e.g. with `USR1`.
 
-        Raises:
-            SlurmRefused: not ours, or not running.
-            NotFound, SlurmMissing: as `job`.
+        Raises SlurmRefused: not ours, or not running. NotFound, SlurmMissing: as `job`.
         """
         # Asked for its target, as in `cancel`.
         job = await self.job(job_id)
@@ -353,9 +329,7 @@ class SlurmClient:
     async def exclude(self, job: JobFacts, nodes: str) -> None:
         """Sets the nodes that the job avoids, in Slurm's bracket form.
 
-        Raises:
-            SlurmRefused: an unknown node, or the job is over.
-            SlurmMissing: no answer.
+        Raises SlurmRefused: an unknown node, or the job is over. SlurmMissing: no answer.
         """
         argv = commands.update_excluded(job.target, nodes)
         await self._change(argv, "Slurm did not take the nodes to exclude", nodes, "sinfo -N")
@@ -363,14 +337,13 @@ class SlurmClient:
     async def requeue(
         self, job_id: int, delay_s: int, *, own_restarts: int, now: Now = _today, hold: bool = False
     ) -> RequeueOutcome:
-        """Ends this run of the job and has it run again about `delay_s` from now. TERM is on its way to every process
-        of the job when this returns. A job that its user has cancelled is never requeued.
+        """Ends this run of the job and has it run again about `delay_s` from now, or when a person releases
+        it (`hold`). TERM is on its way to every process of the job when this returns. A job that its user has
+        cancelled is never requeued.
 
         Args:
-            delay_s: seconds until it may start. If the job is still COMPLETING by then, Slurm uses its own delay.
-            own_restarts: SLURM_RESTART_COUNT of the running attempt.
+            delay_s: if the job is still COMPLETING by then, Slurm uses its own delay.
             now: slurmctld's clock; a node's clock may be minutes off.
-            hold: it must not start before a person releases it.
 
         Raises SlurmMissing, NotFound: Slurm could not be asked; nothing was changed.
         """
@@ -403,11 +376,7 @@ class SlurmClient:
         return msgspec.structs.replace(outcome, seconds=round(time.monotonic() - began, 3))
 
     async def shrink(self, job: JobFacts, node: str) -> None:
-        """Takes all nodes but one from a running job.
-
-        Raises:
-            SlurmMissing, SlurmRefused: it was not done.
-        """
+        """Takes all nodes but one from a running job. Raises SlurmMissing, SlurmRefused: it was not done."""
         # scontrol leaves two scripts where it runs, with variables for the shell of such a job.
         with tempfile.TemporaryDirectory(prefix="vs-") as aside:
             done = await self.run(commands.keep_node(job.target, node), _ASIDE_S, aside)
@@ -417,12 +386,10 @@ class SlurmClient:
             )
 
     async def set_start(self, job: JobFacts, delay_s: int, now: Now = _today) -> datetime | None:
-        """Makes a requeued job start `delay_s` from now; returns the requested time, or None if none was requested,
-        because this node's clock is so far ahead that Slurm's own delay ends sooner.
+        """Makes a requeued job start `delay_s` from now; returns that time, or None: Slurm's own delay ends
+        sooner.
 
-        Raises:
-            SlurmMissing: no answer.
-            SlurmRefused: Slurm said no.
+        Raises SlurmMissing: no answer. SlurmRefused: Slurm said no.
         """
         # Rounded up: Slurm ignores a start time that is past, and its own delay stays.
         start = datetime.fromtimestamp(math.ceil(now().timestamp()) + delay_s, UTC)

@@ -46,11 +46,7 @@ class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_environ(cls, env: Mapping[str, str]) -> "SlurmJob | None":
-        """Returns the job, or None outside of one.
-
-        Raises:
-            SlurmMissing: a variable is set and has a value that Slurm never sets.
-        """
+        """Returns the job, or None outside of one. Raises SlurmMissing: a value that Slurm never sets."""
         if not env.get("SLURM_JOB_ID"):
             return None
         het_size = _number(env, "SLURM_HET_SIZE", default=1)

@@ -26,8 +26,7 @@ _PATIENCE_S = 2.0
 _PROGRESS_EVERY_S = 0.5
 """Interval of rank 0, which people see; it also sends each new phase."""
 _OTHERS_EVERY_S = 1.0
-"""Interval of the other ranks. Their messages show that they live, and each message costs a machine of the ranks some
-time."""
+"""Interval of the other ranks: their messages show that they live, and each costs a machine some time."""
 
 
 class RankLine(Protocol):

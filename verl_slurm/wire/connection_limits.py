@@ -15,17 +15,16 @@ REASONS = ("silent", "left", "token", "crowded", "full")
 """Reasons for a refusal: no proof in time; left before it; does not know the token; evicted by newer connections;
 proven while all places are taken."""
 
+# Far longer than what the kernel hands over at once (`listen`'s backlog), so a new peer has time for its
+# proof.
 ROW = 512
-"""Strangers at once, in addition to the number of proven peers, who may all come together. The row is far longer than
-what the kernel hands over at once (`listen`'s backlog), so a new peer has time for its proof."""
+"""Strangers at once, in addition to the number of proven peers, who may all come together."""
 
 
 class ConnectionLimits:
     """Counts connections; holds no socket open by itself. Runs in the event loop's thread.
 
-    Args:
-        max_proven: proven peers at once.
-        refused: called for each connection that was turned away, with the reason and the peer's address.
+    `refused` is called for each connection that was turned away, with the reason and the peer's address.
     """
 
     def __init__(self, max_proven: int, refused: Callable[[str, str], None] = lambda *_: None) -> None:
@@ -61,8 +60,7 @@ class ConnectionLimits:
             self._refused("silent" if isinstance(error, TimeoutError) else "left", _peer(transport))
 
     def admit(self, transport: asyncio.WriteTransport) -> bool:
-        """Registers that a connection knows the token. Returns whether there is a place for it; without one it is
-        cut."""
+        """Gives a connection that knows the token its place; returns False if there is none, and cuts it."""
         # Else it was pushed out while its proof was checked.
         if transport in self._row:
             del self._row[transport]
@@ -83,11 +81,10 @@ def _peer(transport: asyncio.WriteTransport) -> str:
 
 
 def make_room(sockets: int) -> None:
-    """Raises this process's limit of open descriptors to so many sockets of one port, as far as it is allowed to.
-
-    The usual soft limit of 1,024 descriptors is too low for a thousand agents and the files of a lead. If the hard
-    limit is lower still, asyncio stops accepting for a second whenever it is reached, and then continues.
-    """
+    """Raises this process's limit of open descriptors to so many sockets of one port, as far as it may."""
+    # The usual soft limit of 1,024 descriptors is too low for a thousand agents and the files of a lead. If
+    # the hard limit is lower still, asyncio stops accepting for a second whenever it is reached, and then
+    # continues.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = sockets + _OWN_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -96,5 +93,5 @@ def make_room(sockets: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+# Files, and the rows of a second port: a lead has one port for its agents and one for metrics.
 _OWN_FILES = 1024
-"""Files, and the rows of a second port: a lead has one port for its agents and one for metrics."""

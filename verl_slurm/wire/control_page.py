@@ -33,11 +33,7 @@ _REQUEST_ID, _STOP, _DEADLINE = 8, 16, 24
 
 
 class ControlPage:
-    """Maps one page: an agent creates it and posts, its ranks open it and read.
-
-    Args:
-        clock_ns: CLOCK_MONOTONIC.
-    """
+    """Maps one page: an agent creates it and posts, its ranks open it and read."""
 
     def __init__(self, memory: mmap.mmap, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._memory, self._clock_ns = memory, clock_ns

@@ -55,8 +55,7 @@ def session_key(token: bytes, attempt: int, nonce_lead: bytes, nonce_agent: byte
 
 
 def ranks_key(token: bytes, attempt: int, restart: int) -> bytes:
-    """Derives the key by which the ranks of one restart prove themselves to each other. Each agent derives it; it is
-    never sent."""
+    """Derives the key by which the ranks of one restart prove themselves to each other; it is never sent."""
     return _mac(token, b"ranks", _SEQUENCE.pack(attempt), _SEQUENCE.pack(restart))
 
 
@@ -66,18 +65,15 @@ def services_token(token: bytes, attempt: int) -> str:
 
 
 def relay_key(token: bytes, attempt: int) -> bytes:
-    """Derives the key by which agents and hosts of services prove themselves to each other. It is not the token that
-    services have: a service may run what a model wrote."""
+    """Derives the key by which agents and hosts of services prove themselves to each other."""
+    # Not the token that services have: a service may run what a model wrote.
     return _mac(token, b"relay", _SEQUENCE.pack(attempt))
 
 
 class Framer(Generic[M]):
-    """Frames both directions of one connection.
+    """Frames both directions of one connection. Refuses what is not of `message_type`.
 
-    Args:
-        key: the session key.
-        direction: b"L" on the lead's side, b"A" on the agent's: a frame cannot be reflected.
-        message_type: the union that may arrive; anything else is refused.
+    `direction`: b"L" on the lead's side, b"A" on the agent's.
     """
 
     def __init__(self, key: bytes, direction: bytes, message_type: Any) -> None:
@@ -102,10 +98,10 @@ class Framer(Generic[M]):
         return frame
 
     def feed(self, data: bytes) -> Iterator[M]:
-        """Takes bytes as they arrive; yields the complete messages, also those before a frame that is refused.
+        """Takes bytes as they arrive; yields the complete messages, also those before a frame that is
+        refused.
 
-        Raises:
-            WireError: the connection cannot be used any more.
+        Raises WireError: the connection cannot be used any more.
         """
         self._buffer += data
         while len(self._buffer) >= _HEAD.size:

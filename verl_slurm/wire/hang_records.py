@@ -18,12 +18,7 @@ DUMP_VARIABLE = "TORCH_FR_DUMP_TEMP_FILE"
 
 
 def flight_environment(prefix: Path, control: Path, records: int) -> dict[str, str]:
-    """Returns the variables that make torch keep its last collectives.
-
-    Args:
-        prefix: the beginning of the files' names.
-        records: how many collectives each rank keeps; 0: none, and torch's own defaults.
-    """
+    """Returns the variables that make torch keep its last `records` collectives; 0: torch's own defaults."""
     if not records:
         return {}
     return {
@@ -53,13 +48,13 @@ def request_flights(control: Path) -> int:
 
 
 def answer_with_stacks() -> None:
-    """Writes to the log that the agent names, else to stderr, which is that log but for what Ray starts.
-
-    In C, so that a process answers that hangs with the interpreter's lock held. Children of a fork answer, too.
-    """
+    """Makes STACKS_SIGNAL write the stacks to the log that the agent names, else to stderr."""
+    # stderr is that log, but for what Ray starts.
     file = 2
     if log := os.environ.get(LOG_VARIABLE):
         # Ray keeps the output of its processes in files of its own, which end with the job.
         with suppress(OSError):
             file = open_log(Path(log))
+    # In C, so that a process answers that hangs with the interpreter's lock held. Children of a fork answer,
+    # too.
     faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)

@@ -1,14 +1,14 @@
 """A very small HTTP/1.1 server for ports that strangers reach: one request per connection, every size capped.
 
-The server of prometheus_client (wsgiref, a thread per connection) takes request lines of 64 KiB and up to a hundred
-headers of that size. It has no time-out, and as many threads as connections. So the daemon's own loop serves the port:
-a head of at most 8 KiB, the request within 5 s, and no byte of a body unless the port allows one. A request beyond
-these limits gets its status as an answer, if possible, and the connection is closed.
+The daemon's own loop serves the port: a head of at most 8 KiB, the request within 5 s, and no byte of a body
+unless the port allows one. A request beyond these limits gets its status as an answer, if possible, and the
+connection is closed. Why not prometheus_client's: docs/decisions/0001-dependencies.md.
 
-Connections wait in the row of `connection_limits`: a newer one evicts the oldest. A connection that has brought the
-port's token leaves the row, and its body is kept from then on.
+Connections wait in the row of `connection_limits`: a newer one evicts the oldest. A connection that has
+brought the port's token leaves the row, and its body is kept from then on.
 
-A reply may be a stream (server-sent events). It ends when the peer closes its side, sends more bytes, or takes none.
+A reply may be a stream (server-sent events). It ends when the peer closes its side, sends more bytes, or
+takes none.
 """
 
 import asyncio
@@ -39,9 +39,9 @@ _MOST_HEADERS = 64
 # int() itself takes the digits of all scripts, and raises for more than 4,300 of them.
 _LENGTH = re.compile(r"[0-9]{1,7}")
 _END = b"\r\n\r\n"
+# Connections accepted in one turn of the loop, at most. A peer's head is read in the next turn or the one
+# after it. The row holds eight such turns, so the peer cannot be evicted before that.
 _BACKLOG = 64
-"""Connections accepted in one turn of the loop, at most. A peer's head is read in the next turn or the one after it.
-The row holds eight such turns, so the peer cannot be evicted before that."""
 _READ_BYTES = 16 * 1024
 
 
@@ -89,9 +89,8 @@ Handler = Callable[[HttpRequest], Awaitable[HttpReply]]
 def parse_head(head: bytes) -> HttpRequest:
     """Parses the request line and the headers, including the empty line.
 
-    Raises:
-        WireError: the head is not HTTP/1.x by RFC 9112, or two readers may read it differently (bare line feeds, folded
-            or repeated headers, a transfer coding).
+    Raises WireError: the head is not HTTP/1.x by RFC 9112, or two readers may read it differently (bare line
+    feeds, folded or repeated headers, a transfer coding).
     """
     if not head.endswith(_END):
         raise WireError("not a request", found="no empty line")
@@ -120,12 +119,7 @@ def has_token(request: HttpRequest, token: str) -> bool:
 
 
 def read_token(path: Path | str) -> str:
-    """Reads the token from a 0600 file.
-
-    Raises:
-        KeyRefused: the file is missing, or too short to be a token.
-        PermissionRefused: others may read it.
-    """
+    """Reads the token from a 0600 file. Raises KeyRefused: no token; PermissionRefused: others may read it."""
     remedy = f"umask 077; openssl rand -hex 32 > {path}"
     try:
         text = read_private(Path(path)).decode(errors="replace").strip()
@@ -153,17 +147,11 @@ async def serve_http(
     *,
     carries: Callable[[HttpRequest, str], bool] = has_token,
 ) -> tuple[asyncio.Server, int]:
-    """Listens, and passes every complete, well-formed request to `handle`; an error in `handle` is answered by a 500.
+    """Listens, and passes every complete, well-formed request to `handle`; an error in `handle` is answered
+    by a 500.
 
-    Args:
-        token: a request that carries it gets a place that no stranger takes. `handle` decides whether it is required.
-        carries: returns whether a request carries the token; by its Authorization header, if nothing else is given.
-
-    Returns:
-        The server, and its port (0 asks for any).
-
-    Raises:
-        OSError: the address cannot be bound.
+    A request that carries the `token` gets a place that no stranger takes; `handle` decides whether it is
+    required. Returns the server, and its port (0 asks for any). Raises OSError: the address cannot be bound.
     """
     limits = ConnectionLimits(caps.bearers)
 

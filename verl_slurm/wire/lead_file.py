@@ -31,12 +31,10 @@ def write_lead_address(paths: RunPaths, address: LeadAddress) -> None:
 
 
 def read_lead_address(paths: RunPaths) -> LeadAddress:
-    """Reads the address, and refuses a file that others could have read or written.
+    """Reads the address.
 
-    Raises:
-        OSError: no lead is alive.
-        PermissionRefused: the file is open to others.
-        WireError: no lead writes such a file.
+    Raises OSError: no lead is alive. PermissionRefused: the file is open to others. WireError: no lead writes
+    such a file.
     """
     data = read_private(paths.lead_address)
     try:

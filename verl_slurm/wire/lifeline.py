@@ -19,11 +19,7 @@ from verl_slurm.wire.environment import CONTROL_VARIABLE
 
 
 def die_with_launcher() -> None:
-    """Under a daemon, on Linux: makes the kernel kill this process when its parent dies; ends at once if it is dead
-    already.
-
-    The signal comes with the end of the *thread* that forked us (prctl(2)); the launcher has one thread.
-    """
+    """Under a daemon, on Linux: makes this process die with its parent, and at once if that is dead already."""
     control = os.environ.get(CONTROL_VARIABLE)
     if control is None or sys.platform != "linux":
         return
@@ -31,6 +27,7 @@ def die_with_launcher() -> None:
     # A worker of Ray's: its raylet forks it in a thread that may end, and dies with our launcher, like all of Ray.
     if _name(parent) == "raylet":
         return
+    # The signal comes with the end of the *thread* that forked us (prctl(2)); the launcher has one thread.
     die_with_parent()
     # Checked after the request: the kernel signals a death from then on, and the launcher may have died before.
     if parent == 1 or not _is_launcher(parent, control) or os.getppid() != parent:
@@ -38,13 +35,7 @@ def die_with_launcher() -> None:
 
 
 def run_and_leave(main: Callable[[], int]) -> NoReturn:
-    """Runs `main` and exits without the interpreter's own shutdown.
-
-    At shutdown torch 2.13 destroys threads that still run. About one in ten processes that used FSDP2 then dies with
-    SIGABRT ("terminate called without an active exception") after all its work is done. The launcher takes that for a
-    crash. By then everything that must be written is flushed and closed. Leaving at once also saves a few tenths of a
-    second.
-    """
+    """Runs `main` and exits without the interpreter's own shutdown."""
     # Before anything else: a rank whose launcher is gone would train on, unseen by the daemon.
     die_with_launcher()
     code = int(ExitCode.INTERNAL)
@@ -58,6 +49,9 @@ def run_and_leave(main: Callable[[], int]) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()
+        # At shutdown torch 2.13 destroys threads that still run. About one in ten processes that used FSDP2
+        # then dies with SIGABRT ("terminate called without an active exception") after all its work is done,
+        # which the launcher takes for a crash. By now everything that must be written is flushed and closed.
         os._exit(code)
 
 
@@ -69,12 +63,13 @@ def _name(pid: int) -> str:
 
 
 def _is_launcher(pid: int, control: str) -> bool:
-    """Returns whether `pid` belongs to our launch: it has our control directory. A process that adopts an orphan (the
-    agent, as its subreaper, or init) has none: the agent makes the directory up."""
+    """Returns whether `pid` belongs to our launch: it has our control directory."""
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return False
     except OSError:
         return True  # /proc does not tell; the changed parent is still noticed
+    # A process that adopts an orphan (the agent, as its subreaper, or init) has none: the agent makes the
+    # directory up.
     return f"{CONTROL_VARIABLE}={control}".encode() in environment.split(b"\0")

@@ -183,7 +183,7 @@ class SpotNoticeSeen(_Message, frozen=True, kw_only=True):
 
 
 class StacksWritten(_Message, frozen=True, kw_only=True):
-    """Reports that the ranks of this node were told to write their stacks, and had a second for it."""
+    """Reports that the ranks of this node were told to write their stacks, and had some seconds for it."""
 
     node: str
     # PATH_MAX.

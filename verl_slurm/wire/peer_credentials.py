@@ -27,22 +27,14 @@ class Peer(NamedTuple):
 
 
 def peer_of(connection: socket.socket) -> Peer:
-    """Returns the process at the other end of a connection.
-
-    Raises:
-        OSError: the system does not tell.
-    """
+    """Returns the process at the other end of a connection. Raises OSError: the system does not tell."""
     pid, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return Peer(pid, uid)
 
 
 def require_our_agent(connection: socket.socket, path: str) -> None:
-    """Refuses a Unix socket on which another user listens: the path to our agent's socket may have been replaced.
-
-    Raises:
-        WireError: another user listens.
-        OSError: the system does not tell.
-    """
+    """Refuses a socket on which another user listens. Raises WireError: one does. OSError as `peer_of`."""
+    # The path to our agent's socket may have been replaced.
     peer = peer_of(connection)
     if not peer.is_ours:
         raise WireError(

@@ -70,12 +70,11 @@ class RewardPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 def read_reward_plan(paths: RunPaths) -> RewardPlan:
     """Reads the replacements so far. Runs on rank 0.
 
-    Raises:
-        CheckpointCorrupt: the file is not what `write_reward_plan` writes.
-        PermissionRefused: it is a link, or not ours alone: like a request, it names code to be run.
-        OSError: the storage did not answer.
+    Raises CheckpointCorrupt: the file is not what `write_reward_plan` writes. PermissionRefused: it is a
+    link, or not ours alone. OSError: the storage did not answer.
     """
     try:
+        # Read as a secret is: like a request, it names code to be run.
         plan = msgspec.json.decode(read_private(paths.reward_plan), type=RewardPlan)
     except FileNotFoundError:
         return RewardPlan()
@@ -114,8 +113,7 @@ def ask_for_reward(paths: RunPaths, reward: str, warm_start_steps: int) -> Rewar
 def read_reward_request(paths: RunPaths) -> RewardRequest | None:
     """Returns the newest request, answered or not; None if there is none, or if the file holds none.
 
-    Raises:
-        PermissionRefused: the file is a link, or not ours alone: it names code to be run.
+    Raises PermissionRefused: the file is a link, or not ours alone.
     """
     try:
         # Read as a secret is: whoever may write this file has code of theirs run.

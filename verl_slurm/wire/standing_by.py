@@ -62,12 +62,7 @@ def import_all(file: Path) -> None:
 
 
 class WatchedEnvironment:
-    """Notes which variables are read in a `with` block, and what they were.
-
-    A library may read its rank as it is imported (Lightning does). What was imported ahead holds for a process alone
-    whose variables have these values. Reading all variables in turn does not count: that is how libraries look for
-    those of their own prefix (tqdm, fsspec), and a rank's place is always among them.
-    """
+    """Notes which variables are read in a `with` block, one by one, and what they were before."""
 
     def __init__(self) -> None:
         self._read: dict[str, str | None] = {}
@@ -107,6 +102,8 @@ class WatchedEnvironment:
         self._unread, self._in_turn = names[::-1], []
 
     def _note(self, name: str) -> None:
+        # In turn: that is how libraries look for those of their own prefix (tqdm, fsspec), and a rank's place
+        # is always among them.
         if self._unread and self._unread[-1] == name:
             self._in_turn.append(self._unread.pop())
             if not self._unread:
@@ -121,6 +118,8 @@ class WatchedEnvironment:
 
     def differing(self, environ: dict[str, str]) -> list[str]:
         """Lists the variables that were read and have another value in `environ`."""
+        # A library may read its rank as it is imported (Lightning does). What was imported ahead holds for a
+        # process alone whose variables have these values.
         return sorted(name for name, value in self._read.items() if environ.get(name) != value)
 
 

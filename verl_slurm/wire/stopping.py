@@ -18,24 +18,20 @@ _NO_HURRY = -(2**62)
 
 @dataclass(frozen=True)
 class Agreement:
-    """The ranks' common state at a safe point; the same on every rank.
-
-    Attributes:
-        request: a request that is new to this run: all ranks save now, and leave if it says `stop`. Its `seconds_left`
-            are those of the node that has the fewest. None: train on.
-        busy: some rank still writes the previous checkpoint.
-    """
+    """The ranks' common state at a safe point; the same on every rank."""
 
     request: SaveRequest | None
+    """New to this run: all ranks save now, and leave if it says `stop`. Its `seconds_left` are those of the
+    node that has the fewest. None: train on.
+    """
     busy: bool
+    """Some rank still writes the previous checkpoint."""
 
 
 class Stopper:
     """Reads the page, asks the other ranks and remembers which requests were obeyed. One on every rank.
 
-    Args:
-        line: this rank's line to its daemon.
-        greatest: the maximum of each number over all ranks; collective (`Collective.max`).
+    `greatest`: the maximum of each number over all ranks; collective (`Collective.max`).
     """
 
     def __init__(self, line: RankLine, greatest: Callable[[Sequence[int]], list[int]]) -> None:
@@ -43,12 +39,10 @@ class Stopper:
         self._obeyed = 0
 
     def agree(self, *, busy: bool = False) -> Agreement:
-        """Exchanges each rank's reading and whether it is `busy` saving. Collective.
-
-        A request to stop is not lost if some ranks first see a newer one that only saves: the ids of the newest request
-        and of the newest stop travel separately.
-        """
+        """Exchanges each rank's reading and whether it is `busy` saving. Collective."""
         read = self._line.request()
+        # The ids of the newest request and of the newest stop travel separately: a request to stop is not
+        # lost if some ranks first see a newer one that only saves.
         mine = (0, 0) if read is None else (read.request_id, read.request_id if read.stop else 0)
         left = None if read is None else read.seconds_left
         # Negative, so that the maximum is the soonest; no two nodes have the same monotonic clock.

@@ -29,11 +29,7 @@ _DECODER = msgspec.msgpack.Decoder(StoreAnswer)
 
 
 class StoreLine:
-    """Calls the store from any thread; torch's C++ threads call it, too.
-
-    Idle connections are kept for the next call. A forked child makes its own: two processes on one connection would
-    read each other's answers.
-    """
+    """Calls the store from any thread; torch's C++ threads call it, too. Idle connections are kept."""
 
     def __init__(self, control: Path) -> None:
         self._path = str(control / STORE_SOCKET_NAME)
@@ -42,11 +38,7 @@ class StoreLine:
         self._pid = os.getpid()
 
     def call(self, message: FromStoreClient) -> StoreAnswer:
-        """Sends one message and waits for its answer. The lead times a call that waits.
-
-        Raises:
-            WireError: the agent is gone, or does not speak our protocol.
-        """
+        """Sends one message and waits for its answer. Raises WireError: the agent is gone, or not ours."""
         # One call on one connection: a call that waits for a key holds up no other thread.
         connection = self._take()
         try:

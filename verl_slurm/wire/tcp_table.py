@@ -82,13 +82,7 @@ def _is_ours(uid: int) -> bool:
 
 
 def listener_of(port: int, *, loopback: bool = False) -> Listener:
-    """Finds who listens on `port` of this machine, from /proc/net/tcp, which every user may read.
-
-    If several do, another user's listener comes before ours.
-
-    Args:
-        loopback: only those that a connection to 127.0.0.1 may reach; else at any address.
-    """
+    """Finds who listens on `port`, another user before us. `loopback`: only where 127.0.0.1 may lead."""
     found: dict[str, set[tuple[int, int]]] = {}
     for table in TABLES:
         for fields in rows_of(table):

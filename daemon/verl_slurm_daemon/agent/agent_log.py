@@ -1,11 +1,8 @@
 """An agent's own log: what it saw and did while it could not tell the lead.
 
-It is `RUN/logs/attempt_000003.node_0001.agent.log`.
-
-Output that an agent prints goes through slurmstepd to srun on the lead's node, and is lost with that node.
-This file keeps it. Logging never hurts the agent: it swallows every error (a full disk, a directory that is
-no longer ours). A line is one `write` without fsync. After `detach` a thread does even that, because storage
-that hangs must not delay the agent's remaining work. `quiet_streams` does the same for printed output.
+Output that an agent prints goes by srun to the lead's node, and is lost with it. Logging never hurts the
+agent: it swallows every error (a full disk, a directory that is no longer ours). A line is one `write`
+without fsync. After `detach` a thread does even that.
 """
 
 import io
@@ -21,17 +18,12 @@ from typing import Any
 from verl_slurm.base.files import open_log
 from verl_slurm_daemon.journal import log_line
 
+# For one agent. It writes about ten; an operator who sends signals in a loop must not fill a disk.
 _MAX_LINES = 500
-"""Limit for one agent. It writes about ten; an operator who sends signals in a loop must not fill a disk."""
 
 
 class AgentLog:
-    """The log of one agent.
-
-    Args:
-        path: created with mode 0600 at the first line; all restarts of one attempt append to the same file.
-        who: the author of the lines, e.g. `3 node2`.
-    """
+    """The log of one agent, 0600. All restarts of one attempt append to the same file."""
 
     def __init__(self, path: Path, who: str) -> None:
         self._path, self._who = path, who
@@ -56,23 +48,21 @@ class AgentLog:
             self._write(data)
 
     def detach(self) -> None:
-        """Lets a thread write from now on. Not from the start: a launcher must be forked by a process with
-        one thread.
-        """
+        """Lets a thread write from now on."""
         if self._queue is not None:
             return
         pending: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        # Not from the start: a launcher must be forked by a process with one thread.
         thread = threading.Thread(target=self._drain, args=(pending,), daemon=True, name="agent-log")
         with suppress(RuntimeError):  # no thread can be started: the caller keeps writing
             thread.start()
             self._queue, self._thread = pending, thread
 
     def close(self, patience_s: float = 1.0) -> None:
-        """Waits at most `patience_s` seconds until all is written. The file stays open: the thread may still
-        hang in it.
-        """
+        """Waits at most `patience_s` seconds until all is written."""
         if self._queue is not None and self._thread is not None:
             self._queue.put(None)
+            # The file stays open: the thread may still hang in it.
             self._thread.join(patience_s)
 
     def _drain(self, pending: "queue.SimpleQueue[bytes | None]") -> None:

@@ -16,8 +16,8 @@ from verl_slurm.wire.lead_file import LeadAddress, read_lead_address
 from verl_slurm_daemon.agent.node import Agent
 from verl_slurm_daemon.allocation.hostfile import check_hosts, find_host, read_hostfile
 
+# Polled: the run directory may be on a network file system, which reports no changes.
 _LOOK_S = 0.3
-"""Polling interval: the run directory may be on a network file system, which reports no changes."""
 
 
 def run_join(root: Path, hostfile: Path, name: str) -> ExitCode:

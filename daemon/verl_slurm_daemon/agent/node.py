@@ -1,11 +1,8 @@
-"""One agent per node: starts the node's ranks, relays between them and the lead, and leaves no process behind.
+"""One agent per node: starts its ranks, relays between them and the lead, and leaves no process behind.
 
-An agent lives for one restart. It may be started ahead of it: then it stands by, with ranks that have done their
-imports, until the restart comes. It decides nothing about causes; the lead finds them. Its work ends by the
-lead's word, by ranks that are done, by a lost link or by an error of its own. In every case it does the same:
-it kills all processes below it, closes its link, and stays until it may leave (`leaving.py`). It must stay
-because a killed lead would end the job without a requeue, and then no other process can ask for one
-(`orphan.py`).
+An agent lives for one restart. One that is started ahead of it stands by, with ranks that have done their
+imports, until the restart comes. It decides nothing about causes; the lead finds them. However its work ends,
+it kills all processes below it, closes its link, and stays until it may leave (`leaving.py`, `orphan.py`).
 """
 
 import asyncio
@@ -63,8 +60,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _STACKS_S = 1.0
+# NCCL's thread looks for a request once a second. The lead waits 5 s.
 _FLIGHTS_S = 3.0
-"""NCCL's thread looks for a request once a second. The lead waits 5 s."""
 _BASELINE_S = 2.0
 _STORE_PLACES = 16
 """Connections to the ranks' store for each connection that a rank may have to its agent."""
@@ -73,11 +70,7 @@ _HEARD_S = 30.0
 
 
 class Agent:
-    """The agent of one node; see the module.
-
-    Args:
-        restart: of the restart that it stands by for; 0: it is wanted now.
-    """
+    """The agent of one node. `restart`: of the restart that it stands by for; 0: it is wanted now."""
 
     def __init__(
         self, paths: RunPaths, config: RunConfig, attempt: int, node: str, node_id: int, restart: int = 0
@@ -105,11 +98,7 @@ class Agent:
         self._refusals = Refusals(REASONS, self._tell_of_stranger)
 
     async def run(self, failed: Exception | None = None) -> ExitCode:
-        """Runs from the first attempt to reach the lead until this agent may leave; errors go to the logs.
-
-        Args:
-            failed: the error because of which there is nothing to start.
-        """
+        """Runs until this agent may leave; errors go to the logs. `failed`: why there is nothing to start."""
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._note_error)
         # As a subreaper (`run_agent`) this process adopts the ranks' orphans, which stay as zombies unless it waits for
@@ -143,7 +132,6 @@ class Agent:
         return code
 
     async def _work(self, failed: Exception | None) -> None:
-        """Works until nothing is left to do here; `leaving` finds out why."""
         self._address = read_lead_address(self._paths)
         # First of all: whatever breaks from here on, the lead is told.
         try:
@@ -414,11 +402,11 @@ class Agent:
                 assert_never(message)
 
     async def _dump_stacks(self) -> None:
-        """Makes all processes dump their stacks and waits: nothing tells when one has written its last line."""
         assert self._link is not None
         log = Path() if self._start is None else self._start.log
         await write_stacks(log)
         asked = request_flights(self._ranks.directory) if self._ranks is not None else 0
+        # Nothing tells when a process has written its last line.
         await asyncio.sleep(_FLIGHTS_S if asked else _STACKS_S)
         self._link.send(msg.StacksWritten(node=self._node, log=str(log)))
 
@@ -432,27 +420,22 @@ class Agent:
         self._log.say("signal", name=name)
         if self._link is None:
             self._early_signals.append(name)
-            # It ends the pauses between the tries to connect (`_connect`).
+            # It ends the pauses between the tries to connect (`reach_lead`).
             if name == "SIGTERM":
                 self._warned.set()
         else:
             self._link.send(msg.SignalSeen(node=self._node, signal=signal.Signals[name].value))
 
 
+# For all processes one after the other: the lead waits five seconds for the agents of all nodes.
 _STACKS_OF_ALL_S = 2.0
-"""For all processes one after the other: the lead waits five seconds for the agents of all nodes."""
+# Two that write at once would mix their lines.
 _STACKS_OF_EACH_S = 0.05
-"""Two that write at once would mix their lines."""
 _MOST_SHOWN = 160
 
 
 async def write_stacks(log: Path) -> None:
-    """Signals each process below this one that answers (`wire.hang_records`) with where its threads are: ranks, their
-    data loaders, and Ray's workers and engines.
-
-    Args:
-        log: of the ranks, to which the answers go.
-    """
+    """Has each process below this one that answers (`wire.hang_records`) add its stacks to the ranks' log."""
     # In a thread: it reads /proc for each process below.
     found = await asyncio.to_thread(listeners, STACKS_SIGNAL)
     pause_s = min(_STACKS_OF_EACH_S, _STACKS_OF_ALL_S / max(len(found), 1))
@@ -477,11 +460,7 @@ def _free_port(host: str) -> int:
 
 
 def run_agent(root: Path, attempt: int, restart: int = 0) -> ExitCode:
-    """Runs the agent of this node from start to end.
-
-    Args:
-        restart: of the restart that it stands by for; 0: it is wanted now.
-    """
+    """Runs the agent of this node from start to end. `restart`: as in `Agent`."""
     # Before the first child: an orphan goes to the nearest subreaper that there is when its parent dies.
     become_subreaper()
     spare_former_children()
@@ -510,11 +489,11 @@ _HYDRA = "Error executing job with overrides: "
 
 
 def first_cause(log: Path) -> str:
-    """Returns the lines of the ranks' log that state why they ended. A launcher prints its own after the rank's, verl's
-    processes warn of errors that were none, and Hydra repeats each word of the command line.
-    """
+    """Returns the lines of the ranks' log that state why they ended."""
     text = tail(log, _TOLD_BYTES)
     lines = [_COLOUR.sub("", line)[:_TOLD_CHARS] for line in text.splitlines() if line.strip()]
+    # A launcher prints its own lines after the rank's, verl's processes warn of errors that were none, and
+    # Hydra repeats each word of the command line.
     told = [line for line in lines if "Warning" not in line and not line.startswith(_HYDRA)]
     errors = [line for line in told if "Error" in line or "exitcode" in line or "Signal" in line]
     return "\n".join((errors or lines)[-6:])

@@ -13,8 +13,9 @@ from verl_slurm.checks.node_look import OF_DRIVER, Order, judge_clock
 from verl_slurm.config.schema import RunConfig
 from verl_slurm_daemon.descendants import child_setup
 
+# Less than the lead waits for agents. The checks take 0.2 s, and some seconds where a driver has to be
+# loaded.
 _PATIENCE_S = 30.0
-"""Less than the lead waits for agents. The checks take 0.2 s, and some seconds where a driver has to be loaded."""
 _ENDS_S = 1.0
 
 
@@ -35,11 +36,7 @@ def order_for(config: RunConfig, places: tuple[str, ...]) -> Order:
 async def look_at_node(
     config: RunConfig, places: tuple[str, ...], ahead_s: float | None, patience_s: float = _PATIENCE_S
 ) -> list[Finding]:
-    """Returns the result of each check. One that does not end is bad if it waits for a GPU's driver.
-
-    Args:
-        ahead_s: this node's clock minus Slurm's; None: not known.
-    """
+    """Returns the result of each check. `ahead_s`: this node's clock minus Slurm's; None: not known."""
     order = msgspec.json.encode(order_for(config, places)).decode()
     child = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "verl_slurm.checks.node_look", order),
@@ -62,6 +59,7 @@ async def look_at_node(
     except TimeoutError:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)  # with nvidia-smi
+        # One that does not end is bad if it waits for a GPU's driver.
         judge = bad if begun in OF_DRIVER else skipped
         return [*found, judge(begun or "node", f"no answer in {patience_s:.0f} s")]
     except (ValueError, KeyError) as error:  # it broke, which says nothing against the node

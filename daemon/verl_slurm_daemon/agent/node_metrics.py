@@ -14,11 +14,7 @@ from verl_slurm_daemon.metrics.live_numbers import LiveNumbers
 
 
 class AgentMetrics:
-    """Collects the numbers and renders the page.
-
-    Args:
-        up: returns whether the lead is connected.
-    """
+    """Collects the numbers and renders the page. `up` returns whether the lead is connected."""
 
     def __init__(
         self,

@@ -61,9 +61,8 @@ class NodeStart:
     """One start of this node's ranks.
 
     Args:
-        address: of the lead, with its token, and the ranks' key after it.
+        address: of the lead, with the token.
         control: the agent's control directory.
-        said: the agent's log.
         refused: counts a connection to a service that is refused; reasons of `rank_socket.REASONS`.
 
     Attributes:
@@ -87,11 +86,7 @@ class NodeStart:
         self.log = Path()
 
     async def stand_by(self, restart: int) -> None:
-        """Starts ranks that import and wait, for a restart that may come.
-
-        Raises:
-            VerlSlurmError, OSError: as `launch`.
-        """
+        """Starts ranks that import and wait, for a restart that may come. Raises as `launch`."""
         prepared = await self._prepare(restart)
         # What a restart adds to this is in the orders.
         unknown = Launch(
@@ -112,9 +107,8 @@ class NodeStart:
     async def launch(self, launch: Launch) -> asyncio.subprocess.Process:
         """Returns the launcher of the ranks: that which stands by, or a new one.
 
-        Raises:
-            ConfigError, PermissionRefused: the node cannot be set up (`prepare_environment`).
-            OSError: storage does not answer.
+        Raises ConfigError, PermissionRefused: the node cannot be set up (`prepare_environment`). OSError:
+        storage is away.
         """
         if self._standing is not None:
             prepared, launcher = self._standing
@@ -203,9 +197,9 @@ class NodeStart:
         self._said.say("service_refused", loud=True, service=service, problem=problem)
 
     def _open_log(self) -> int:
-        """Opens the ranks' log. Training matters more than its log: if none can be opened, the output is discarded."""
         try:
             return open_log(self.log)
+        # Training matters more than its log: the output is discarded.
         except OSError as error:
             self._said.say("no_rank_log", loud=True, error=f"{error}")
             with contextlib.suppress(OSError, ValueError):

@@ -34,11 +34,11 @@ _LOOKS_S = (0.5,) * 20
 _LATER_S = 5.0
 """Pauses between looks: Slurm knows of a batch process's death within a second (seen: 0.2 s)."""
 _ASKS = 20
+# For reading the journal: storage that hangs must not hold up the rest.
 _READ_S = 3.0
-"""Limit for reading the journal: storage that hangs must not hold up the rest."""
 
+# For a handshake, which takes a millisecond: a node that is gone does not answer, and KillWait runs.
 _PROBE_S = 2.0
-"""Limit for a handshake, which takes a millisecond: a node that is gone does not answer, and KillWait runs."""
 
 T = TypeVar("T")
 
@@ -63,11 +63,7 @@ class Senses(Protocol):
 
 
 class SlurmSenses:
-    """`Senses` that ask the journal, the lead and Slurm.
-
-    Args:
-        address: of the lead; None: it was never known.
-    """
+    """`Senses` that ask the journal, the lead and Slurm. `address`: of the lead; None: it was never known."""
 
     def __init__(
         self,
@@ -136,10 +132,8 @@ async def see_off(
     """Stays until this agent may leave, and does what has to be done first.
 
     Args:
-        known: what the agent knows about its own work.
         senses: None outside Slurm.
         node_id: agents ask Slurm in the order of this number.
-        sleep, clock: replaced in tests.
     """
     # ---- look until the facts decide
     began, looks, seen = clock(), 0, ""
@@ -186,11 +180,10 @@ async def see_off(
 
 
 async def _ask(question: Callable[[], Awaitable[T]], unknown: T, log: AgentLog) -> T:
-    """Returns the answer, or `unknown`: an error in asking must not end this agent, which may be the last one
-    to ask.
-    """
+    """Returns the answer, or `unknown` after any error."""
     try:
         return await question()
+    # An error in asking must not end this agent, which may be the last one to ask.
     except Exception as error:  # noqa: BLE001 - see above
         log.say("no_answer", error=f"{type(error).__name__}: {error}")
         return unknown
@@ -203,22 +196,21 @@ async def _said(answer: T) -> T:
 async def ask_until_answered(
     senses: Senses, *, sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep
 ) -> RequeueAnswered | str:
-    """Asks for the requeue, and repeats it until an answer counts: no other process is left to ask.
-
-    Slurm has just sent TERM to all processes of the step, and a request that runs at that moment dies of it.
-    A refusal is repeated as well: Slurm refuses a job in transition in the same way as one that may not be
-    requeued.
-    """
+    """Asks for the requeue, and again each half second, 20 times at most, until an answer counts."""
     answer: RequeueAnswered | str = "not asked"
     for number in range(1 + _ASKS):
         if number:
             await sleep(_LOOKS_S[0])
         try:
+            # Slurm has just sent TERM to all processes of the step, and a request that runs at that moment
+            # dies of it.
             answer = await senses.requeue()
         except Exception as error:  # noqa: BLE001 - no other process is left to ask
             answer = f"{type(error).__name__}: {error}"
         # A text is no answer: the request may have been killed by the TERM to the step, or timed out on its way. Asking
         # twice is safe: a request that arrived shows as "already requeued" (`requeue_rules.refuse_requeue`).
+        # A refusal is repeated as well: Slurm refuses a job in transition in the same way as one that may not
+        # be requeued.
         if not isinstance(answer, str) and answer.exit_code is not ExitCode.REQUEUE_FAILED:
             break
     return answer

@@ -44,14 +44,7 @@ def environ_of_image(environ: Mapping[str, str], config: RunConfig) -> dict[str,
 
 
 def ranks_argv(config: RunConfig, paths: RunPaths, launch: Launch, control: Path) -> list[str]:
-    """Returns the command that starts the ranks of this node, outside or in a container.
-
-    Args:
-        control: the agent's control directory.
-
-    Raises:
-        ConfigError: the container's runtime cannot mount what the run needs.
-    """
+    """Returns the ranks' command. Raises ConfigError: the container's runtime cannot mount what they need."""
     container = config.slurm.container
     if container is None or not ranks_inside(config):
         return launcher_argv(python_of(config.slurm) or sys.executable, config, paths, launch, control)
@@ -62,13 +55,9 @@ def ranks_argv(config: RunConfig, paths: RunPaths, launch: Launch, control: Path
 def ranks_environ(
     config: RunConfig, paths: RunPaths, launch: Launch, control: Path, environ: dict[str, str]
 ) -> dict[str, str]:
-    """Returns the environment of that command. That of ranks in a container is written into the control directory.
+    """Returns that command's environment; ranks in a container find theirs in the control directory.
 
-    Args:
-        environ: of this node, as the configuration sets it up.
-
-    Raises:
-        ConfigError: the container's runtime is not here.
+    Raises ConfigError: the container's runtime is not here.
     """
     container = config.slurm.container
     if container is None or not ranks_inside(config):

@@ -21,8 +21,8 @@ from verl_slurm_daemon.descendants import child_setup, tail
 
 _TOLD_BYTES = 2000
 _SETUP_KEYS = "slurm.modules, slurm.python, slurm.setup"
+# Of `daemon.start_timeout_s`: a command that hangs is named before the lead gives the start up.
 _SHARE_OF_START = 0.8
-"""Of `daemon.start_timeout_s`: a command that hangs is named before the lead gives the start up."""
 _LAST_WAIT_S = 3.0
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
 # bash's own state, which says nothing about the ranks.
@@ -30,10 +30,10 @@ _OF_BASH = {"_", "SHLVL", "PWD", "OLDPWD"}
 
 
 async def prepare_environment(config: RunConfig, environ: Mapping[str, str], log: Path) -> dict[str, str]:
-    """Returns the agent's environment as the user's commands and variables make it; takes as long as they do. Their
-    output goes to `log`.
+    """Returns the agent's environment as the user's commands and variables make it. Their output goes to
+    `log`.
 
-    Raises ConfigError: a command failed, or a file is missing (`NOT_SET_UP`); or a file holds no value.
+    Raises ConfigError: a command failed, or a file is missing (`NOT_SET_UP`) or holds no value.
     PermissionRefused: a file with a secret is open to others.
     """
     made, limit_s = dict(environ), _SHARE_OF_START * config.daemon.start_timeout_s
@@ -60,8 +60,8 @@ async def _within(limit_s: float, where: str) -> AsyncIterator[None]:
 
 
 def past_proxies(environ: Mapping[str, str], hosts: Iterable[str]) -> dict[str, str]:
-    """Returns `no_proxy` and `NO_PROXY` with this machine and these hosts after what the user has there; nothing where
-    no proxy is set. A site's proxy cannot reach the job's nodes, and would be sent the token. Pure."""
+    """Returns `no_proxy` and `NO_PROXY`, the user's hosts, then ours; nothing where no proxy is set. Pure."""
+    # A site's proxy cannot reach the job's nodes, and would be sent the token.
     if not any(environ.get(name) or environ.get(name.upper()) for name in _PROXIES):
         return {}
     made, ours = {}, dict.fromkeys(("localhost", "127.0.0.1", "::1", *hosts))
@@ -133,9 +133,9 @@ def _setup_remedy(script: str, log: Path) -> str:
 
 
 def _output(log: Path) -> BinaryIO:
-    """Opens the ranks' log for the commands; without one, what they say is dropped, and the start goes on."""
     try:
         return open(open_log(log), "wb")
+    # What the commands say is dropped, and the start goes on.
     except OSError:
         return open(os.devnull, "wb")
 

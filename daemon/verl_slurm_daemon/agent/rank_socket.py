@@ -1,6 +1,4 @@
-"""The agent's connections to its ranks, in a private directory: a SEQPACKET socket for messages, the control page, and
-a stream socket for the calls of their store, which are relayed to the lead.
-"""
+"""The agent's sockets for its ranks' messages and the calls of their store, and its control page."""
 
 import asyncio
 import contextlib
@@ -36,26 +34,20 @@ _DECODER: "msgspec.msgpack.Decoder[FromRank]" = msgspec.msgpack.Decoder(FromRank
 
 
 def parse_packet(packet: bytes) -> FromRank:
-    """Decodes the message of one packet.
-
-    Raises:
-        WireError: it is not in the ranks' vocabulary.
-    """
+    """Decodes the message of one packet. Raises WireError: it is not in the ranks' vocabulary."""
     try:
         return _DECODER.decode(packet)
     except UNREADABLE as error:
         raise WireError("a message is not of our vocabulary", where=str(error)) from error
 
 
+# Bytes. A Unix socket's path is limited to 107 (unix(7)). The rest of it holds the scratch directory (8: what
+# mkdtemp adds) and the longest name of a socket in it: vLLM's, a UUID.
 _LONGEST_ROOT = 107 - len(f"/{_PREFIX}4194304-") - 8 - len("/") - 36
-"""Bytes. The rest of a socket's path holds the scratch directory (8: what mkdtemp adds) and the longest name of a
-socket in it: vLLM's, a UUID."""
 
 
 def _control_root() -> str:
-    """Returns a node-local directory. It is short: a Unix socket's path is limited to 107 bytes (unix(7)),
-    and a TMPDIR may be longer.
-    """
+    """Returns a node-local directory that is short and safe; if there is none, the usual one."""
     usual = tempfile.gettempdir()
     shared = ("/tmp", "/dev/shm")  # noqa: S108 - mkdtemp makes it 0700 under an unguessable name
     for candidate in (os.environ.get("SLURM_TMPDIR"), f"/run/user/{os.geteuid()}", usual, *shared):
@@ -76,9 +68,7 @@ class RankSocket:
     """Accepts this node's ranks and hands on their messages.
 
     Args:
-        deliver: called with each message.
         max_ranks: connections held at once; a rank uses one.
-        refusals: counts refused connections by `REASONS`.
 
     Attributes:
         ranks: the ranks of this node. None: not known yet; every message is refused.
@@ -156,13 +146,7 @@ _ANSWER_ENCODER = msgspec.msgpack.Encoder()
 
 
 class StoreSocket:
-    """Relays calls to the lead and answers to the ranks.
-
-    Args:
-        forward: takes each call, renumbered by this socket.
-        most: connections held at once. A process uses one for each of its threads that wait at the same time.
-        refusals: counts refused connections; reasons of `rank_socket.REASONS`.
-    """
+    """Relays calls, renumbered, to the lead, and answers to the ranks. `most`: connections held at once."""
 
     def __init__(
         self, directory: Path, forward: Callable[[FromStoreClient], None], most: int, refusals: Refusals

@@ -7,21 +7,17 @@ dies with its agent, and its ranks die with it (`wire.lifeline`). Its exit code 
 
     python -P -m verl_slurm_daemon.agent.ranks NODES NODE_RANK RANKS_PER_NODE [-m] PROGRAM ARGS...
     python -P -m verl_slurm_daemon.agent.ranks --stand-by NODES NODE_RANK RANKS_PER_NODE IMPORTS
+    python -P -m verl_slurm_daemon.agent.ranks --service PROGRAM ARGS...
 
 The second form starts ranks that import what those before them did, and stand by (`rendezvous.rank_start`).
 The arguments and the environment of the first form then come through standard input.
 
-    python -P -m verl_slurm_daemon.agent.ranks --service PROGRAM ARGS...
-
-The third form runs a service, which is a program like another, and leaves nothing of it behind. The service's host
-cannot do this alone, since it may be killed itself. The three ends that can come alone:
+The third form runs a service, which is a program like another, and leaves nothing of it behind. The three
+ends that can come alone:
 
 * the service ends: this process ends what it left, and ends with its exit code;
 * the host ends, killed or not: the kernel signals this process, which ends everything;
 * this process is killed: the kernel kills the service, and its host, a subreaper, ends what it inherits.
-
-Slurm's warnings are blocked in the service and not only ignored. A web server installs a handler of its own for
-SIGTERM, and would leave at the start of the save that may still need it.
 """
 
 import os
@@ -41,10 +37,9 @@ from verl_slurm.wire.environment import HOST_PID_VARIABLE, RESTART_VARIABLE
 from verl_slurm.wire.standing_by import Orders
 from verl_slurm_daemon.descendants import WARNINGS, kill_tree
 
+# A program that bypasses the run's own rendezvous fails instead of meeting strangers.
 NOWHERE = "verl-slurm.invalid"
-"""MASTER_ADDR, with port 0: some frameworks require these variables. The name never resolves (RFC 2606). So a
-program that bypasses the run's own rendezvous fails instead of meeting strangers.
-"""
+"""MASTER_ADDR, with port 0, for frameworks that require it. The name never resolves (RFC 2606)."""
 
 _ANSWERS_S = 10.0
 """For a rank that stood by to take its orders, without any work of its own: 0.1 s if it lives. It may still import."""
@@ -66,12 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _stand_by(nodes: int, node_rank: int, here: int, imports: str) -> int:
-    """Starts ranks that stand by, and waits for orders; without any, all end.
-
-    Args:
-        nodes, node_rank: that the orders will most likely have.
-        imports: the file of their imports (`rendezvous.rank_start`).
-    """
+    """Starts ranks that stand by, and waits for orders; without any, all end."""
     waiting: dict[int, subprocess.Popen[bytes]] = {}
     command = [sys.executable, "-P", "-m", "verl_slurm.loops.rendezvous", "--imports", imports]
     with suppress(
@@ -79,6 +69,7 @@ def _stand_by(nodes: int, node_rank: int, here: int, imports: str) -> int:
     ):  # no memory, no processes: those that are missing are started when they are wanted
         for local_rank in range(here):
             # The variables by which libraries choose their threads and devices as they are imported.
+            # `nodes` and `node_rank` are those that the orders will most likely have.
             environ = rank_environment(os.environ, nodes, node_rank, here, local_rank)
             waiting[local_rank] = subprocess.Popen(
                 command, env=environ, stdin=subprocess.PIPE, start_new_session=True
@@ -94,13 +85,7 @@ def _stand_by(nodes: int, node_rank: int, here: int, imports: str) -> int:
 def _run(
     words: Sequence[str], whole: Mapping[str, str], waiting: Mapping[int, "subprocess.Popen[bytes]"]
 ) -> int:
-    """Starts the ranks, or gives those that stand by their orders.
-
-    Args:
-        words: as argv.
-        whole: the environment.
-        waiting: the processes that stand by, by their local ranks.
-    """
+    """Starts the ranks, or gives those that stand by (`waiting`, by local rank) their orders."""
     nodes, node_rank, here, *program = words
     ranks: dict[int, int] = {}
     # By way of our module, which replaces torch's rendezvous before the program imports torch (decision 0010).
@@ -145,6 +130,8 @@ def _run_service(argv: list[str]) -> int:
     # A host that died before `die_with_parent` sent no signal: another parent than the host means that it is gone.
     if os.getppid() == 1 or os.getppid() != int(os.environ.pop(HOST_PID_VARIABLE, "0")):
         return 1
+    # Blocked in the service, and not only ignored: a web server installs a handler of its own for SIGTERM,
+    # and would leave at the start of the save that may still need it.
     signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
     try:
         service = subprocess.Popen(argv, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
@@ -214,12 +201,7 @@ def _reads(process: "subprocess.Popen[bytes]", pipe: str) -> bool:
 
 
 def _watch(ranks: dict[int, int], first: int) -> int:
-    """Waits until all ranks have ended.
-
-    Args:
-        ranks: local rank by process id.
-        first: the global rank of the first of them.
-    """
+    """Waits until all ranks have ended. `ranks`: local rank by process id; `first`: a global rank."""
     kills_before = oom_kills()
     while ranks:
         pid, status = os.wait()
@@ -283,10 +265,9 @@ def _kill(ranks: dict[int, int]) -> None:
 def rank_environment(
     environ: Mapping[str, str], nodes: int, node_rank: int, here: int, local_rank: int
 ) -> dict[str, str]:
-    """Returns the environment that torchrun gives a rank. Lightning, accelerate and transformers recognise a
-    launcher by these names.
-    """
+    """Returns the environment that torchrun gives a rank."""
     rank, world = node_rank * here + local_rank, nodes * here
+    # Lightning, accelerate and transformers recognise a launcher by these names.
     ours = {
         "LOCAL_RANK": local_rank,
         "RANK": rank,

@@ -1,15 +1,14 @@
 """The host of one service on one node: starts it, probes it, restarts it, and leaves nothing of it behind.
 
-Ranks reach the service through the host (`link.relay`), which asks who listens before each connection: the service's
-own port is chosen here and let go, and another user may take it.
+Ranks reach the service through the host (`link.relay`), which asks who listens before each connection: the
+service's own port is chosen here and let go, and another user may take it.
 
-A host lives as long as its service is wanted in this attempt: it outlives restarts of the ranks. It decides about the
-service's restarts alone; what a service that cannot be started again means for the run is for the lead to decide. It
-ends by the lead's word or with the link to it. `ranks` stands between the host and the service, as between the agent
-and its ranks.
+A host outlives restarts of the ranks, and ends by the lead's word or with the link to it. It decides about
+the service's restarts alone. `ranks` stands between the host and the service, as between the agent and its
+ranks.
 
-Probes send no token. Of an answer the first bytes of the status line are read (RFC 9112, section 4), and redirects
-count as no answer.
+Probes send no token. Of an answer the first bytes of the status line are read (RFC 9112, section 4), and
+redirects count as no answer.
 """
 
 import asyncio
@@ -56,12 +55,13 @@ _LOOKS, _LOOK_AGAIN_S = 5, 0.02
 async def connect_checked(port: int) -> Streams:
     """Connects to the service at `port` of this node.
 
-    A service may end, and another user listen in its place, at any moment. So the look comes before and after: a
-    connection that began between two looks at the same sockets has one of these at its other end.
-
-    Raises OSError: nothing listens, or it changes all the time. PermissionRefused: another user may listen there.
+    Raises OSError: nothing listens, or it changes all the time. PermissionRefused: another user may listen
+    there.
     """
     for _ in range(_LOOKS):
+        # A service may end, and another user listen in its place, at any moment. So the look comes before and
+        # after: a connection that began between two looks at the same sockets has one of these at its other
+        # end.
         before = listener_of(port, loopback=True)
         if before.uid is not None and before.stranger:
             raise taken(port, before)
@@ -89,10 +89,7 @@ def taken(port: int, listener: Listener) -> PermissionRefused:
 
 
 async def answers(probe: str, port: int, limit_s: float = _LIMIT_S) -> bool:
-    """Returns whether the service answers a probe, `tcp` or the path of a GET, within `limit_s`.
-
-    Raises PermissionRefused: another user may listen there.
-    """
+    """Returns whether a probe, `tcp` or a GET's path, is answered. PermissionRefused as `connect_checked`."""
     try:
         async with asyncio.timeout(limit_s):
             reader, writer = await connect_checked(port)
@@ -213,12 +210,9 @@ class ServiceHost:
         self._stranger.set()
 
     def _choose_port(self) -> int:
-        """Returns the service's own port, a new one at each start: who has seen the last one knows nothing of it.
-
-        Raises:
-            PermissionRefused: something listens there before the service has been started.
-        """
+        """Returns the service's own port. Raises PermissionRefused: something listens there already."""
         port = self._service.port
+        # A new one at each start: who has seen the last one knows nothing of it.
         if not port:
             with socket.socket() as free:
                 free.bind((SERVICE_HOST, 0))
@@ -229,11 +223,7 @@ class ServiceHost:
         return port
 
     async def _keep(self, link: LeadLink, token: str) -> None:
-        """Runs the service again and again, until its restarts are used up.
-
-        Raises:
-            VerlSlurmError, OSError: the node cannot be set up for it.
-        """
+        """Runs the service until its restarts are used up. Raises VerlSlurmError, OSError: its setup failed."""
         # Before anything that takes long: by this message the lead knows who its peer is.
         self._say(link, "started")
         service = self._service
@@ -259,8 +249,7 @@ class ServiceHost:
             await asyncio.sleep(min(_BACKOFF_S * 2 ** (restarts - 1), _LONGEST_BACKOFF_S))
 
     async def _once(self, link: LeadLink, environ: dict[str, str], token: str) -> tuple[float, str]:
-        """Runs the service until it ends, no longer answers, or another user listens in its place; returns how long it
-        was ready, and why it ended."""
+        """Runs the service once; returns for how many seconds it was ready, and why it ended."""
         try:
             port = self._port = self._choose_port()
         except PermissionRefused as error:
@@ -355,11 +344,7 @@ def _child_setup(cpus: set[int]) -> None:
 
 
 def run_service(root: Path, attempt: int, name: str) -> ExitCode:
-    """Runs this node's host of the service from start to end.
-
-    Raises:
-        VerlSlurmError, OSError: run.yaml or the lead cannot be reached.
-    """
+    """Runs this node's host of the service. Raises VerlSlurmError, OSError: no run.yaml, or no lead."""
     # Before the first child: an orphan goes to the nearest subreaper that there is when its parent dies.
     become_subreaper()
     # `kill_tree` reaps children that asyncio also waits for.

@@ -28,8 +28,8 @@ _EVERY_S = 2.0
 _TIMEOUT_S = 3.0
 _MAX_ANSWER = 1 << 18
 _TOLD_CHARS = 200
+# Azure announces a reboot a quarter of an hour before: until then the node trains.
 _ACT_BEFORE_S = 120.0
-"""Azure announces a reboot a quarter of an hour before: until then the node trains."""
 _GCP_WARNING_S = 30.0
 """Google names no time. The machine is switched off this long after the announcement."""
 _AZURE_ENDS = frozenset({"Preempt", "Terminate", "Reboot", "Redeploy"})
@@ -97,11 +97,7 @@ def look(cloud: str, base: str | None = None) -> SpotNotice | None:
 
 
 async def wait_for_notice(cloud: str, trouble: Callable[[str], None]) -> SpotNotice:
-    """Returns the notice as soon as the node has at most two minutes left.
-
-    Args:
-        trouble: told once in a row of failures why nothing can be found out.
-    """
+    """Returns the notice once the node has at most two minutes left. `trouble`: told once in a row of errors."""
     told = False
     while True:
         try:

@@ -1,10 +1,9 @@
 """The contract between a lead and its environment.
 
-Two kinds exist: `slurm`, and `local` for machines without Slurm.
-
-Obligations of an `Allocation`: every method is bounded in time. None that is called while ranks train raises if the
-scheduler does not answer: the result says so instead, because a lead must go on saving while slurmctld is away. Those
-that are called before a start raise SlurmMissing, and are called again (`lead.attempt_start.patiently`).
+Obligations of an `Allocation`: every method is bounded in time. None that is called while ranks train raises
+if the scheduler does not answer: the result says so instead, because a lead must go on saving while slurmctld
+is away. Those that are called before a start raise SlurmMissing, and are called again
+(`lead.attempt_start.patiently`).
 """
 
 import asyncio
@@ -66,11 +65,7 @@ class Allocation(Protocol):
     """`start_step` starts the agents of all nodes, and not of this one alone."""
 
     async def address(self) -> str:
-        """Returns the address at which the agents reach this process.
-
-        Raises:
-            SlurmMissing: Slurm does not say. Nothing can be started then either: ask again.
-        """
+        """Returns the address at which the agents reach this process. Raises SlurmMissing."""
 
     def now(self) -> float:
         """Returns the scheduler's clock, in seconds since 1970."""
@@ -94,8 +89,8 @@ class Allocation(Protocol):
         return None
 
     async def hasten(self, clean: bool) -> datetime | None:
-        """Last call before a requeued job ends: makes the next attempt start no later than was asked for. Returns the
-        time that was asked for; None: none was.
+        """Last call before a requeued job ends: makes the next attempt start no later than asked for. Returns
+        that time, or None.
 
         Args:
             clean: as far as the lead knows, none of our processes is left on any node.
@@ -103,17 +98,11 @@ class Allocation(Protocol):
         return None
 
     async def withdraw(self) -> str:
-        """Withdraws a finished run, so that the scheduler neither starts nor holds it again. Returns what
-        came of that; empty: there was nothing to do.
-        """
+        """Has the scheduler neither start nor hold a finished run again. Returns what came of it, or nothing."""
         return ""
 
     async def cancelled_before(self) -> str:
-        """Returns why this job must not continue the run: the user ended the job that it follows. Empty: it may.
-
-        Raises:
-            SlurmMissing: Slurm does not say.
-        """
+        """Returns how the user ended the job that this one follows; empty: not so. Raises SlurmMissing."""
         return ""
 
     async def avoid(self, nodes: Sequence[str], before: Collection[str]) -> Avoided:
@@ -129,11 +118,7 @@ class Allocation(Protocol):
         return ""
 
     async def still_alive(self, owner: RunOwner) -> str:
-        """Returns why `owner`, another attempt, may still be at work; empty: it is not.
-
-        Raises:
-            SlurmMissing: Slurm does not say.
-        """
+        """Returns why `owner`, another attempt, may still work; empty: it does not. Raises SlurmMissing."""
 
     async def places(self, avoid: Collection[str], *, with_spares: bool = False) -> StepPlacement:
         """Returns which nodes the ranks get, if the job may lose some: as many as the configuration allows.
@@ -153,10 +138,10 @@ class Allocation(Protocol):
     async def start_step(
         self, argv: list[str], service: str = "", names: Sequence[str] = ()
     ) -> list[asyncio.subprocess.Process]:
-        """Starts `argv` on every node of the ranks; the step is over when all returned processes have ended.
+        """Starts `argv` on every node of the ranks, or of `service`; the step is over when all returned
+        processes have ended.
 
         Args:
-            service: on the nodes of this service instead.
             names: of the nodes (`places`); empty: those that the configuration counts.
 
         Raises OSError: nothing was started.

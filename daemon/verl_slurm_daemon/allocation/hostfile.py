@@ -33,12 +33,7 @@ class Host(NamedTuple):
 
 
 def parse_hostfile(data: bytes, source: object) -> tuple[Host, ...]:
-    """Returns the hosts in their order; the first one leads.
-
-    Raises:
-        ConfigError: a line is not `NAME slots=N`, a host is listed twice, there is no host, or the text is not UTF-8
-            or too large.
-    """
+    """Returns the hosts in their order; the first one leads. Raises ConfigError: the text is no hostfile."""
     if len(data) > _MAX_BYTES:
         raise _wrong(source, f"{len(data)} bytes", f"at most {_MAX_BYTES}")
     try:
@@ -65,12 +60,7 @@ def parse_hostfile(data: bytes, source: object) -> tuple[Host, ...]:
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
-    """Reads a file as `parse_hostfile` does.
-
-    Raises:
-        ConfigError: as there, or the path is no regular file.
-        OSError: the file cannot be read.
-    """
+    """Reads a file as `parse_hostfile` does. Raises ConfigError also for no regular file, and OSError."""
     try:
         data = read_regular(path, Limit(num_bytes=_MAX_BYTES), follow=True)
     except TooMuch as error:
@@ -79,11 +69,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
 
 
 def check_hosts(hosts: tuple[Host, ...], config: RunConfig) -> None:
-    """Refuses hosts that do not fit the run's configuration.
-
-    Raises:
-        ConfigError: the number of hosts is not `distributed.nodes`, or a host has too few slots.
-    """
+    """Raises ConfigError: the hosts do not fit the run, or it asks for what needs Slurm."""
     shape = config.distributed
     if len(hosts) != shape.nodes:
         raise _wrong("distributed.nodes", f"{len(hosts)} hosts", f"{shape.nodes}")
@@ -102,11 +88,7 @@ def check_hosts(hosts: tuple[Host, ...], config: RunConfig) -> None:
 
 
 def find_host(hosts: tuple[Host, ...], name: str) -> int:
-    """Returns the index of a host, found by its full or short name.
-
-    Raises:
-        ConfigError: the file does not name it.
-    """
+    """Returns the index of a host, by its full or short name. Raises ConfigError: the file lacks it."""
     for place, host in enumerate(hosts):
         if name == host.name or name.split(".")[0] == host.name:
             return place

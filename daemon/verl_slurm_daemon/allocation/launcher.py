@@ -36,12 +36,7 @@ class StepNodes(NamedTuple):
 
 
 def nodes_of_step(config: RunConfig, sizes: Sequence[int], service: str = "") -> StepNodes:
-    """Returns which nodes a step has.
-
-    Args:
-        sizes: nodes of each component of the job.
-        service: its name; empty: the ranks.
-    """
+    """Returns which nodes a step has. `sizes`: nodes of each component; `service`: empty for the ranks."""
     ranks = config.distributed.nodes
     wanted = nodes_of_services(ranks, config.services)[service] if service else range(ranks)
     # What a job is asked for by hand may be larger than the run: then srun chooses among its nodes, as ever.
@@ -89,7 +84,6 @@ def step_argv(
     """Returns the command line of a Slurm step with an agent, or a service's host, on each of its nodes.
 
     Args:
-        agent: Python and its arguments.
         het_size: components of the job. Above 1, each component brings its own number of nodes.
         nodes: of the step; None: all nodes of the job.
         names: Slurm's names of the nodes, where they are a part of a component, or chosen among spare ones.
@@ -126,12 +120,7 @@ def step_argv(
 def launcher_argv(
     python: str, config: RunConfig, paths: RunPaths, launch: Launch, scratch: Path
 ) -> list[str]:
-    """Returns the command that starts the ranks of one node: `ranks` for our trainer and most guests, Ray for
-    verl's PPO and for programs that drive Ray.
-
-    Args:
-        scratch: a private directory of this node; the agent removes it.
-    """
+    """Returns the command that starts one node's ranks: `ranks`, or Ray for verl's PPO and programs on Ray."""
     life = ["--run", str(paths.root), "--attempt", str(launch.attempt), "--resume", launch.resume]
     trainer, shape = config.trainer, config.distributed
     if trainer.on_ray:
@@ -150,22 +139,15 @@ def launcher_argv(
 
 
 def may_stand_by(config: RunConfig) -> bool:
-    """Returns whether ranks of this run can be started ahead of a restart.
-
-    Not Ray's, which are started by Ray; not those in an image, whose runtime starts with them; and not beside services,
-    which share the node's cores with ranks by their place in the run.
-    """
+    """Returns whether ranks of this run can be started ahead of a restart."""
+    # Ray's are started by Ray, those in an image start with its runtime, and services share the node's cores
+    # with ranks by their place in the run.
     ours = not config.trainer.on_ray and not ranks_inside(config) and not config.services
     return ours and config.daemon.standby_after_s is not None
 
 
 def standby_argv(launcher: list[str], imports: Path) -> list[str]:
-    """Returns the command that starts ranks which stand by.
-
-    Args:
-        launcher: `launcher_argv` of the place that they will most likely have.
-        imports: `RunPaths.imports`.
-    """
+    """Returns the command of ranks that stand by. `launcher`: of the place that they will most likely have."""
     place = launcher[_PROGRAM : _PROGRAM + 3]
     return [*launcher[:_PROGRAM], "--stand-by", *place, str(imports)]
 
@@ -179,11 +161,9 @@ _PROGRAM = len(("python", "-P", "-m", "verl_slurm_daemon.agent.ranks"))
 
 
 def tracker_environment(paths: RunPaths, name: str) -> dict[str, str]:
-    """Returns the names under which a run's attempts continue one run of its trackers, in their own variables.
-
-    MLflow is not among them: MLFLOW_RUN_ID has to name a run that exists.
-    """
+    """Returns the names under which a run's attempts continue one run of its trackers, by variable."""
     digest = hashlib.sha256(str(paths.root).encode()).hexdigest()
+    # MLflow is not among them: MLFLOW_RUN_ID has to name a run that exists.
     return {
         "TENSORBOARD_DIR": str(paths.tensorboard),
         "WANDB_RUN_ID": f"{name}-{digest[:8]}",
@@ -198,12 +178,7 @@ def tracker_environment(paths: RunPaths, name: str) -> dict[str, str]:
 def launcher_env(
     environ: dict[str, str], config: RunConfig, paths: RunPaths, launch: Launch, control: Path
 ) -> dict[str, str]:
-    """Builds the ranks' environment: our variables, their place in the run (`wire.environment`), and a fixed
-    number of threads.
-
-    Args:
-        control: a directory with mode 0700 and an unguessable name; this agent creates and removes it.
-    """
+    """Builds the ranks' environment: ours, their place in the run (`wire.environment`), and their threads."""
     threads = config.distributed.threads_per_rank
     # An empty element of PYTHONPATH means the working directory, and PYTHONSAFEPATH does not affect that.
     environ = clean_environment(environ)

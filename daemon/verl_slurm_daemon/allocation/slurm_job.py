@@ -51,12 +51,7 @@ def _since_boot() -> float:
 
 
 class SlurmClock:
-    """Slurm's clock as this machine estimates it.
-
-    Args:
-        today: returns this machine's date.
-        steady: returns seconds of a clock that is never set.
-    """
+    """Slurm's clock as this machine estimates it. `steady`: seconds of a clock that is never set."""
 
     def __init__(
         self, today: Callable[[], datetime] = _today, steady: Callable[[], float] = _since_boot
@@ -65,11 +60,7 @@ class SlurmClock:
         self._date, self._at = today(), steady()
 
     def hear(self, date: datetime | None) -> float:
-        """Takes Slurm's time, given just now; None: Slurm did not say.
-
-        Returns:
-            The seconds by which this machine is ahead; 0: the difference does not matter.
-        """
+        """Takes Slurm's time, given just now. Returns how many seconds this machine is ahead; 0: no matter."""
         self._date, self._at = self._today(), self._steady()
         if date is None or abs(ahead_s := (self._date - date).total_seconds()) <= _NO_SKEW_S:
             return 0.0
@@ -87,20 +78,21 @@ _AWAY = ("unable to contact", "no end within")
 """Signs of a slurmctld that is down or hangs: Slurm's own words, and ours (`slurm.runner`)."""
 _ASK_AGAIN_S = (2.0, 5.0, 10.0)
 _WITHDRAW_S = 10.0
+# From KILL to the end of the job: killed processes may take a moment to go.
 _LEAVES_S = 3.0
-"""From KILL to the end of the job: killed processes may take a moment to go."""
 _LEAST_DELAY_S = 2.0
 """From the lead's end to the end of COMPLETING: 0.2 s on an idle cluster without an epilog."""
 _MOST_LEAST_DELAY_S = 60.0
 """The same where it was longer before: 2, 8, 32, 60 s."""
+# A start so much later than asked for is Slurm's own delay, which is 120 s and more.
 _OVERRULED_S = 60.0
-"""A start so much later than asked for is Slurm's own delay, which is 120 s and more."""
 ASK_EVERY_S = 1.0
 """Between two questions for the cause of a signal, at least."""
 _EPILOG_S = 15.0
 """As `_LEAST_DELAY_S`, on a cluster with an epilog. Slurm does not say how long an epilog takes."""
 # A job that is COMPLETING is gone shortly after KillWait (30 s by default).
 _LEAVING_S = (0.2, 0.3, 0.5) + (1.0,) * 60
+# SIGCONT is left out: it also follows every `scontrol resume`, which is no reason to save.
 _TRIGGERS: dict[str, Trigger] = {
     "SIGUSR1": "warning",
     "SIGUSR2": "requeue_wish",
@@ -108,7 +100,6 @@ _TRIGGERS: dict[str, Trigger] = {
     "SIGTERM": "term",
     "SIGINT": "term",
 }
-"""SIGCONT is left out: it also follows every `scontrol resume`, which is no reason to save."""
 
 
 def _limit_s(facts: JobFacts) -> float | None:
@@ -225,13 +216,12 @@ class SlurmAllocation(Allocation):
         return Outlook(True, left, facts.preempt_time is not None, _limit_s(facts), self._lead_s(facts))
 
     def _lead_s(self, facts: JobFacts) -> float | None:
-        """Returns how long before a short time limit a save has to begin; None: as configured.
-
-        Half of the limit is left for a start and for training; or more, if a save of this run has taken longer.
-        """
+        """Returns how many seconds before a short time limit a save has to begin; None: as configured."""
         limit_s, lead_s = _limit_s(facts), self._config.slurm.signal_lead_s
         if limit_s is None or limit_s >= 2 * lead_s:
             return None
+        # Half of the limit is left for a start and for training; less, if a save of this run has taken
+        # longer.
         return min(lead_s, max(limit_s / 2, self._save_s + self._config.daemon.save_margin_s))
 
     async def requeue(self, delay_s: int | None = None, *, hold: bool = False) -> RequeueAnswered | str:
@@ -268,11 +258,7 @@ class SlurmAllocation(Allocation):
         return RequeueAnswered(code, said)
 
     def _delay_from_now(self, *, left: bool) -> int:
-        """Returns the seconds until the next start, beyond the job's COMPLETING.
-
-        Args:
-            left: all processes here are about to end. If not, they end with KillWait at the latest.
-        """
+        """Returns the seconds until the next start. `left`: all processes here are about to end."""
         # Slurm ignores a start time that has passed by the end of COMPLETING, and waits its own 120 s (22.05.8).
         ends_s = 0.0 if left else self._kill_wait_s + _LEAVES_S
         # Where that happened before, COMPLETING takes longer than expected.
@@ -453,8 +439,9 @@ class SlurmAllocation(Allocation):
             await asyncio.sleep(pause)
 
     async def _lives_elsewhere(self, owner: RunOwner) -> str:
-        """Returns whether the owner, a job of another Slurm cluster, may still work: only the journal can tell."""
+        """Returns why the owner, a job of another Slurm cluster, may still work; empty: it does not."""
         # What is being cancelled may still save. A lead that died without a word is not waited for any longer.
+        # The journal alone can tell: this cluster's Slurm knows nothing of the job.
         for pause in _LEAVING_S:
             history = await asyncio.to_thread(read_history, self._paths)
             word = history.what_became(owner.attempt)
@@ -489,12 +476,10 @@ class SlurmAllocation(Allocation):
         return sum(usable[name] in kinds for name in idle)
 
     async def _keep_alone(self, node: str) -> None:
-        """Gives back the other nodes, which are lost for this job, if `node` is the batch process's.
-
-        Slurm requeues a job of one node that loses it, whatever `--no-kill` says. A job of more nodes would end as
-        FAILED: no agent runs on the others that could ask for the requeue.
-        """
+        """Gives back the other nodes, which are lost for this job, if `node` is the batch process's."""
         # A precaution: without it the run goes on all the same.
+        # Slurm requeues a job of one node that loses it, whatever `--no-kill` says. A job of more nodes would
+        # end as FAILED: no agent runs on the others that could ask for the requeue.
         with contextlib.suppress(VerlSlurmError, OSError):
             facts = await self._client.job(self._job.job_id)
             if facts.batch_host == node and facts.num_nodes > 1:

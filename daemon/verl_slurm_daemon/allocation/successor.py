@@ -1,8 +1,7 @@
 """Queues a following job (`--dependency=afterany`) if Slurm may not requeue this one.
 
 The new job runs the same lead on the same run, with the options of the run's configuration. It is queued once
-for each job (the journal remembers). A task of an array gets none, because it has its next task. A
-heterogeneous job gets none either, because the configuration does not know its components. A cancel stays
+for each job (the journal remembers). A task of an array, and a heterogeneous job, get none. A cancel stays
 final: a successor whose predecessor was cancelled in its last seconds says so and ends.
 
 All agents of a dead lead may ask for the successor. The first to claim it queues it
@@ -30,10 +29,9 @@ from verl_slurm.journal.files import append_event, read_history
 from verl_slurm.slurm.batch import awaiting, sbatch_options, submission_environment
 from verl_slurm.slurm.slurm_client import SlurmClient
 
+# How long to wait for the claimant's result. sbatch takes 20 to 60 ms of an idle slurmctld, and is ended
+# after 8 s. All of this happens within KillWait, 30 s by default.
 _LOOK_S, _LOOKS = 0.25, 36
-"""How long to wait for the claimant's result. sbatch takes 20 to 60 ms of an idle slurmctld, and is ended after 8 s.
-All of this happens within KillWait, 30 s by default.
-"""
 
 
 def successor_script(python: str, paths: RunPaths) -> str:
@@ -51,11 +49,11 @@ async def queue_successor(
     hold: bool = False,
     sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
 ) -> str:
-    """Queues the successor, on `hold` until a person releases it, or finds the one that is queued already; returns its
-    job id. `sleep` is replaced in tests.
+    """Queues the successor, on `hold` until a person releases it, or finds the one that is queued; returns
+    its job id.
 
-    Raises SlurmRefused: sbatch refused. SlurmMissing: no answer; the job may be queued all the same, and the next
-    call finds it by its script. OSError: the claim or the script cannot be written.
+    Raises SlurmRefused: sbatch refused. SlurmMissing: no answer; the job may be queued all the same, and the
+    next call finds it by its script. OSError: the claim or the script cannot be written.
     """
     there = read_history(paths).successor_of(job_id)
     if there:

@@ -63,12 +63,12 @@ class HangWatch:
         self._ranks[rank] = _Rank(now)
 
     def passed(self, rank: int, safe_points: int, now: float) -> None:
-        """Records a safe point; several at once count as one. With `safe_points` 0 the loop begins. A guest's first
-        step counts as pace: it may have one safe point in ten minutes, and the second step is no faster.
-        """
+        """Records a safe point; several at once count as one. With `safe_points` 0 the loop begins."""
         before = self._ranks.get(rank)
         # Loading and waits for storage are no pace: one long wait would let a later hang pass for `factor` times as
         # long.
+        # A guest's first step counts as pace: it may have one safe point in ten minutes, and the second step
+        # is no faster.
         if before is not None and before.trains and not before.saves:
             self._longest_s = max(self._longest_s, now - before.at)
         self._ranks[rank] = _Rank(now, safe_points, trains=True)
@@ -95,10 +95,9 @@ class HangWatch:
         return max(by_pace, self.load_s) if known.saves else by_pace
 
     def next_look_s(self, now: float) -> float:
-        """Returns the seconds until the first rank could be hung. At most `floor_s`: a rank that loads now may train
-        by then, and have a shorter limit.
-        """
+        """Returns the seconds until the first rank could be hung; at most `floor_s`."""
         dues = [known.at + self.limit_s(rank) - now for rank, known in self._ranks.items()]
+        # A rank that loads now may train by then, and have a shorter limit.
         return max(min([*dues, self.floor_s]), 0.0)
 
     def silence(self, now: float) -> Silence | None:

@@ -1,6 +1,4 @@
-"""The events that a lead decides about, as data without behaviour.
-
-`effects` and `loop` make them, `policy.decide` reads them."""
+"""The events that a lead decides about, as data without behaviour: `lead` makes them for `policy.decide`."""
 
 from typing import Literal
 
@@ -115,9 +113,7 @@ class NodeFailed(_Event, frozen=True):
 
 
 class StrangerFound(_Event, frozen=True):
-    """A rank ends itself because a peer in its process group is not ours. Comes before the failures that follow from
-    it.
-    """
+    """A rank ends itself because a peer of its process group is not ours. Comes before what fails by it."""
 
     node: str
     detail: str
@@ -144,15 +140,13 @@ class RanksEnded(_Event, frozen=True):
 
 
 class SaveReadBack(_Event, frozen=True):
-    """A committed save was read back.
-
-    `pruned`: it was not found good, but the retention of the living run had removed it in between.
-    """
+    """A committed save was read back."""
 
     name: str
     good: bool
     detail: str
     pruned: bool = False
+    """Not found good, but the retention of the living run had removed it in between."""
     unreadable: bool = False
     """Not good, because storage did not let it be read: that proves no damage."""
 

@@ -33,10 +33,9 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.wire.messages import PartSaved, RankRefused, SavedOnNodes, SaveStarted
 from verl_slurm_daemon.decide import actions as act, inputs
 
+# Half a minute in all: a busy file server may need that, and a place in a full cluster is worth it.
 IN_PLACE_S = (1.0, 2.0, 4.0, 8.0, 15.0)
-"""Seconds between tries in place of a start that came to nothing: half a minute in all. A busy file server may need
-that, and a place in a full cluster is worth it.
-"""
+"""Seconds between tries in place of a start that came to nothing."""
 SLURM_AWAY_S = 60.0
 """Between tries after that while Slurm does not answer: it takes no requeue either."""
 
@@ -46,12 +45,8 @@ _FIRST_DELAY_S, _LONGEST_DELAY_S = 30, 3600
 
 
 def delay_after(failed: int) -> int | None:
-    """Returns the seconds that the next start waits: 30, 60, ... up to an hour. The last of `MOST_FAILED_STARTS` begins
-    18 hours after the first.
-
-    Args:
-        failed: how many in a row failed before the present one. 0: the next one waits as the user configured it (None).
-    """
+    """Returns the seconds that the next start waits after `failed` in a row, 30 to 3600; None: as configured."""
+    # The last of `MOST_FAILED_STARTS` begins some 17 hours after the first.
     return min(_FIRST_DELAY_S << (failed - 1), _LONGEST_DELAY_S) if failed else None
 
 
@@ -78,9 +73,7 @@ NEXT: dict[State, frozenset[State]] = {
     State.LEAVING: frozenset({State.ENDED}),
     State.ENDED: frozenset(),
 }
-"""Allowed successors of each state; a state may also follow itself. `policy.decide` is checked against this table
-after every event.
-"""
+"""Allowed successors of each state; it may also follow itself. `policy.decide` holds each event to it."""
 
 
 _ENOUGH_TO_BLAME = 2
@@ -259,8 +252,7 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 def suspects(failed: tuple[tuple[FailureKind, str], ...]) -> tuple[str, ...]:
-    """Returns the node that caused all of several failures. A wrong program fails on any node. So after one failure,
-    or several on different nodes, no node is to blame.
-    """
+    """Returns the node that caused all of several failures; nothing where no node is to blame."""
+    # A wrong program fails on any node. So one failure, or several on different nodes, blame none.
     nodes = {node for _, node in failed}
     return tuple(nodes) if len(failed) >= _ENOUGH_TO_BLAME and len(nodes) == 1 and nodes != {""} else ()

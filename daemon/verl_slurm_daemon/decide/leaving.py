@@ -1,20 +1,20 @@
 """Decides whether an agent may leave: from what it knows, never from how it came to its end. Pure.
 
-`decide` guarantees that an agent leaves in one of three cases. The lead knows: it said so itself, or it answers and
-so will see the agent's link end. Or there is no Slurm to ask. Or the agent has asked Slurm to run the job again;
-Slurm refuses that if the user cancelled the job (`slurm/slurm_client.py: refuse_requeue`). Every way an agent's work
-can end comes through here: the lead's Shutdown, a lost link, ranks that have ended, and any exception.
+`decide` guarantees that an agent leaves in one of four cases. The lead knows: it said so itself, or it
+answers and so will see the agent's link end. Or there is no Slurm to ask. Or the agent has asked Slurm to run
+the job again; Slurm refuses that if the user cancelled the job (`requeue_rules.refuse_requeue`). Or there
+never was a link, and no lead waits for the agent any longer. Every way an agent's work can end comes through
+here: the lead's Shutdown, a lost link, ranks that have ended, and any exception.
 """
 
 from typing import Literal
 
 import msgspec
 
+# Slurm learns of a batch process's death within a second (seen: 0.2 s), or within minutes if the node is
+# lost, too. Storage that hangs may keep a lead silent for minutes, after which it goes on.
 PATIENCE_S = 600.0
-"""Seconds that Slurm may have the job as running while its lead does not answer. Slurm learns of a batch process's
-death within a second (seen: 0.2 s), or within minutes if the node is lost, too. Storage that hangs may keep a lead
-silent for minutes, after which it goes on.
-"""
+"""Seconds that Slurm may have the job as running while its lead does not answer."""
 
 
 class AgentKnowledge(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,7 @@
 """Decides how a lead reacts: one pure function from (model, event) to (model, actions).
 
-It uses no clock, no process, no Slurm and no file; their facts arrive in events. So every line of the table of causes
-is a unit test, and a journal can be replayed through the same function.
+It uses no clock, no process, no Slurm and no file; their facts arrive in events. So a journal can be replayed
+through it.
 
 Three rules stand above the rest:
 
@@ -46,11 +46,7 @@ _TRAINING = (State.LAUNCHING, State.RUNNING)
 
 
 def decide(model: Model, event: inputs.Input) -> Decision:
-    """Returns what follows from `event`.
-
-    Raises:
-        AssertionError: the policy made a transition that `states.NEXT` does not have: our bug.
-    """
+    """Returns what follows from `event`. Raises AssertionError: a transition that `NEXT` lacks: our bug."""
     decision = _decide(model, event)
     after = decision.model.state
     assert after is model.state or after in NEXT[model.state], f"{model.state} -> {after} on {event}"
@@ -570,7 +566,6 @@ def _leave(model: Model, *notes: act.Note) -> Decision:
 
 
 def _give_up(model: Model, reason: str) -> Decision:
-    """Leaves without waiting for the save any longer."""
     kept = model.on_nodes
     ours = kept if kept is not None and kept.request_id == model.request_id else None
     return _leave(model, *given_up(ours, model.state, reason))
@@ -631,15 +626,10 @@ def late_ranks(model: Model) -> str:
 
 
 def given_up(kept: msg.SavedOnNodes | None, state: State, reason: str) -> tuple[act.Note, ...]:
-    """Returns the notes for a save before the end that is no longer waited for.
-
-    Args:
-        kept: what the nodes' disks have of it, read back; None: nothing.
-        state: in CHECKING, shared storage has it as well, but it was not read back there.
-        reason: why the wait ends.
-    """
+    """Returns the notes for a save before the end that is given up. `kept`: what the nodes' disks have of it."""
     if kept is None:
         return (act.Note(ev.Degraded(reason)),)
+    # Shared storage has it as well, but it was not read back there.
     if state is State.CHECKING:
         return (act.Note(ev.OneCopy(kept.name, f"read back on the nodes' disks; {reason}")),)
     return saved_notes(

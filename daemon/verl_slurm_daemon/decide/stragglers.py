@@ -40,14 +40,10 @@ class Straggler:
 
 @dataclass
 class StragglerWatch:
-    """Watches the ranks of one restart.
-
-    Args:
-        factor: slow is a rank that works this many times as long as the median of the others. 0: nothing is told.
-        num_ranks: the ranks that report.
-    """
+    """Watches the ranks of one restart, of which `num_ranks` report."""
 
     factor: float
+    """Slow is a rank that works this many times as long as the median of the others. 0: nothing is told."""
     num_ranks: int
     _marks: dict[int, tuple[int, float]] = field(default_factory=dict)
     _newest: dict[int, tuple[int, float]] = field(default_factory=dict)
@@ -59,12 +55,7 @@ class StragglerWatch:
     _told: set[int] = field(default_factory=set)
 
     def passed(self, rank: int, safe_points: int, own_s: float) -> list[Straggler]:
-        """Records a report of a rank; returns what is new.
-
-        Args:
-            safe_points: that it has passed in this restart.
-            own_s: seconds of work since its first one, in all.
-        """
+        """Records a rank's safe points, and its seconds of work since the first of them; returns what is new."""
         if not self.factor or self.num_ranks < 2:
             return []
         self._newest[rank] = (safe_points, own_s)

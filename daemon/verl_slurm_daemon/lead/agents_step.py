@@ -36,7 +36,6 @@ class Step:
     """The agents of one restart, and their processes.
 
     Args:
-        restart: the restart.
         nodes: of the ranks; at least so many, while it stands by.
         places: which nodes the agents are on; None: there is no choice.
 
@@ -44,10 +43,6 @@ class Step:
         processes: srun's, or the agents themselves; all have ended: the step is over.
         links, ready: of the agents, by node.
         train_nodes: those of the ranks, in their order, once it is settled.
-        listeners: tasks that read the links.
-        store: the keys by which the ranks find each other.
-        stacks: what agents say of stacks that were written.
-        all_ready: every agent is.
         training: a rank has passed a safe point.
         leaving: it is being ended; set before it is started: it is not to be.
         settings: what the agents were started with.
@@ -89,12 +84,7 @@ class Step:
             self._deserted.set()
 
     def take_up(self, avoid: Collection[str], nodes: int) -> bool:
-        """Makes a step that stands by that of the ranks; returns False if it has too few agents for that.
-
-        Args:
-            avoid: nodes that are left out.
-            nodes: of the ranks.
-        """
+        """Makes a step that stands by that of the ranks; returns False if it has too few agents for `nodes`."""
         self._nodes = nodes
         if not self.does_without(avoid):
             return False
@@ -114,9 +104,7 @@ class Step:
         return not avoid or len(self.ready) >= self._nodes
 
     def settle(self) -> list[AgentReady]:
-        """Returns the agents whose nodes get the ranks, in the order of their ranks. All others are let go, and their
-        nodes are spare.
-        """
+        """Returns the agents whose nodes get the ranks, in the order of their ranks. All others are let go."""
         # By SLURM_NODEID and not by arrival: the same nodes get the same ranks at each restart.
         ready = sorted(self.ready.values(), key=lambda one: one.node_id)
         spare = tuple(one.node for one in ready[self._nodes :])
@@ -149,13 +137,12 @@ class Step:
             link.send(Shutdown())
 
     async def write_stacks(self, journal: Journal) -> None:
-        """Makes all ranks write down where they are, because of a hang, and waits, bounded: a dead node does not
-        answer.
-        """
+        """Makes all ranks write down where they are, because of a hang, and waits a few seconds for it."""
         links = list(self.links.values())
         for link in links:
             link.send(DumpStacks())
         with contextlib.suppress(TimeoutError):
+            # Bounded: a dead node does not answer.
             async with asyncio.timeout(_STACKS_S):
                 for _ in links:  # more may join in between
                     one = await self.stacks.get()
@@ -175,9 +162,8 @@ class Step:
             srun.cancel()
 
     async def _kill_deserted(self) -> None:
-        """Ends a step whose agents have all left but those of lost nodes: srun would wait until Slurm finds these lost,
-        too.
-        """
+        """Ends a step whose agents have all left but those of lost nodes."""
+        # srun would wait until Slurm finds these lost, too.
         await self._deserted.wait()
         await asyncio.sleep(_SRUN_ENDS_S)
         for process in self.processes:
@@ -186,11 +172,7 @@ class Step:
                     process.kill()
 
     async def why_lost(self, node: str, lost: Collection[str]) -> inputs.NodeFailed | inputs.CauseKnown:
-        """Returns what it means that the agent of a node is gone without a word.
-
-        Args:
-            lost: nodes that were lost before.
-        """
+        """Returns what it means that a node's agent is gone without a word. `lost`: nodes lost before."""
         # srun ends the running agents if a node cannot be reached (24.11). Then nothing speaks against the agent's own.
         fell = await self._fell()
         if not fell:
@@ -240,11 +222,7 @@ class Step:
 
 
 def _slurms_lines() -> list[str]:
-    """Reads the job's log, which is this process's standard error as well as srun's; returns none if that is no file.
-
-    Raises:
-        OSError: it is closed, or storage fails.
-    """
+    """Returns Slurm's lines in the job's log, which is our stderr; none if that is no file. Raises OSError."""
     info = os.fstat(2)
     if not stat.S_ISREG(info.st_mode):
         return []
@@ -256,11 +234,7 @@ def _slurms_lines() -> list[str]:
 
 
 async def end_step(step: Sequence[asyncio.subprocess.Process], each_s: float) -> bool:
-    """Waits for the end of a step that was told to end, then ends it; returns whether it ended by itself.
-
-    Args:
-        each_s: seconds for its own end, for TERM and for KILL, each.
-    """
+    """Waits `each_s` for a step's own end, then for TERM's and KILL's; returns whether it ended by itself."""
     clean = True
     # First the agents' own end, then by srun, which passes TERM on to the step. KILL to srun comes last: without
     # its shepherd (`keep_step`) it leaves agents behind.

@@ -19,15 +19,7 @@ from verl_slurm_daemon.lead.attempt_start import ENVIRONMENT
 
 @dataclass
 class Attempt:
-    """One attempt, while it is led.
-
-    Args:
-        post: takes events for the policy.
-
-    Attributes:
-        keys: of the run's encryption, once they are loaded.
-        exit: set: the lead ends with this code, for this reason.
-    """
+    """One attempt, while it is led. `post` takes events; once `exit` is set, the lead ends with it."""
 
     config: RunConfig
     allocation: Allocation
@@ -47,11 +39,7 @@ class Attempt:
         return self.journal.attempt
 
     def spawn(self, work: Coroutine[Any, Any, None], aside: str = "") -> None:
-        """Runs `work` beside the loop.
-
-        Args:
-            aside: the name of what the run can do without, if the environment fails it.
-        """
+        """Runs `work` beside the loop. `aside`: what the run goes on without if `ENVIRONMENT` fails it."""
         task = asyncio.create_task(self._beside(work, aside) if aside else work)
         self.tasks.add(task)
         task.add_done_callback(self._reap)

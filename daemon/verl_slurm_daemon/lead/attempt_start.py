@@ -53,8 +53,8 @@ that somebody has opened to others (`chmod -R g+w`), until they are closed again
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 """Signals that a lead handles. Blocked until it listens, so that none is lost or fatal."""
 _LOOK_S = 0.2
+# For storage, once a signal has come: KillWait may run, and a requeue is still to be asked for.
 _LAST_WAIT_S = 15.0
-"""For storage, once a signal has come: KillWait may run, and a requeue is still to be asked for."""
 _LAST_LOOK_S = 3.0
 _SILENT = "storage did not answer, and a signal came"
 _FIRST_WORD_S = 60.0
@@ -79,11 +79,10 @@ class Ground(NamedTuple):
 
 
 async def prepare(root: Path, hostfile: Path | None) -> Ground:
-    """Reads the configuration and makes the run's directories. Tries until storage answers, the pauses are over, or a
-    signal comes: Slurm's warning or a cancel, about which the lead decides.
+    """Reads the configuration and makes the run's directories, until storage answers, patience ends, or a
+    signal comes.
 
-    Raises:
-        VerlSlurmError: the configuration or the hostfile is wrong. Slurm is told not to start this job again.
+    Raises VerlSlurmError: the configuration or the hostfile is wrong.
     """
     # With a hostfile Slurm has no part in the run, even inside of a job.
     job = None if hostfile is not None else SlurmJob.from_environ(dict(os.environ))
@@ -133,11 +132,7 @@ async def prepare(root: Path, hostfile: Path | None) -> Ground:
 
 
 async def answered(work: Callable[[], T]) -> T:
-    """Returns the result of `work` on storage, on the way out.
-
-    Raises:
-        TimeoutError: there is none after some seconds.
-    """
+    """Returns the result of `work` on storage, on the way out. Raises TimeoutError: none after some seconds."""
     try:
         async with asyncio.timeout(_LAST_LOOK_S):
             return await asyncio.to_thread(work)
@@ -146,11 +141,7 @@ async def answered(work: Callable[[], T]) -> T:
 
 
 def _require_resolvable(hosts: Sequence[Host], hostfile: Path) -> None:
-    """Refuses a host name that does not resolve here: the agents would never find each other.
-
-    Raises:
-        ConfigError: with the name.
-    """
+    """Raises ConfigError: a host name does not resolve here, so the agents would never find each other."""
     for host in hosts:
         try:
             socket.getaddrinfo(host.name, None)
@@ -171,12 +162,8 @@ async def patiently(
 ) -> T:
     """Returns the result of `work`, tried again while storage fails (half a minute) or Slurm does not answer.
 
-    Args:
-        interrupted: Slurm may want the nodes, or the user the end: no more tries.
-        say: is told of each wait.
-
-    Raises:
-        OSError, SlurmMissing, PermissionRefused: of the last try.
+    `say` is told of each wait. Once `interrupted`, there are no more tries. Raises what the last one did
+    (`ENVIRONMENT`).
     """
     tries = 0
     while True:
@@ -230,13 +217,8 @@ async def spoken(work: Awaitable[T], what: str, journal: Journal | None = None) 
 
 
 def require_mounted(config: RunConfig, history: History) -> None:
-    """Checks that what a run has trained with is there at all, if ranks were started for it before. At the first
-    start a wrong path is more likely, and its reader refuses it.
-
-    A mount point without its file system is an empty directory, or none: that is storage, and no changed data.
-
-    Raises FileNotFoundError: a place is missing, or empty.
-    """
+    """Raises FileNotFoundError: a place that ranks of this run have used is missing or empty."""
+    # At the first start a wrong path is more likely, and its reader refuses it.
     if not history.counts["restart"]:
         return
     places: dict[str, Path | str | None] = {"data.root": data_root(config), "Python": sys.executable}
@@ -247,6 +229,8 @@ def require_mounted(config: RunConfig, history: History) -> None:
         places |= {"data.eval_root": config.data.eval_root, "model.path": config.model.path}
     if (container := config.slurm.container) is not None and container.digest is not None:
         places |= {"slurm.container.image": container.image}
+    # A mount point without its file system is an empty directory, or none: that is storage, and no changed
+    # data.
     for key, place in places.items():
         if place is not None and os.path.isabs(place) and _is_away(place):
             what = f"{key} was there when the run started, and is now missing or empty; is its file system mounted?"
@@ -295,13 +279,13 @@ def failed_code(error: OSError | VerlSlurmError) -> ExitCode:
 
 
 def check_code(paths: RunPaths, config: RunConfig) -> list[ev.Event]:
-    """Reads the copy of the user's code back and asks the ranks' Python for its packages; returns what the journal is
-    told. A run that was not submitted (`sbatch` by hand) has no record.
+    """Checks the copy of the user's code and the ranks' packages; returns what the journal is told.
 
-    Raises DataError: the copy is not what was submitted. ConfigError: packages have changed, and `code.on_drift` is
-    `refuse`. OSError: storage does not answer.
+    Raises DataError: the copy is not what was submitted. ConfigError: packages have changed, and
+    `code.on_drift` is `refuse`. OSError: storage does not answer.
     """
     record = read_record(paths)
+    # A run that was not submitted (`sbatch` by hand) has none.
     if record is None:
         return []
     told: list[ev.Event] = []

@@ -27,12 +27,7 @@ from verl_slurm_daemon.lead.tier_child import TierMover
 
 
 class Effects:
-    """Carries out the actions of one lead.
-
-    Attributes:
-        attempt: that it leads.
-        restarts: starts, hears and ends the ranks.
-    """
+    """Carries out the actions of one lead. `restarts` starts, hears and ends the ranks."""
 
     def __init__(self, attempt: Attempt) -> None:
         self.attempt = attempt
@@ -41,12 +36,11 @@ class Effects:
         self._is_open = False
 
     async def open(self) -> None:
-        """Reads the key, if one is configured; listens for agents; starts moving checkpoints to their tiers. May be
-        called again after an error.
+        """Reads the key; listens for agents; starts moving checkpoints to their tiers. May be called again
+        after an error.
 
-        Raises:
-            KeyRefused, PermissionRefused: `keys.load_keys`.
-            OSError, SlurmMissing: storage or Slurm does not answer.
+        Raises KeyRefused, PermissionRefused: `keys.load_keys`. OSError, SlurmMissing: storage or Slurm does
+        not answer.
         """
         attempt = self.attempt
         try:

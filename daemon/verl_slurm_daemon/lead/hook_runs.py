@@ -73,11 +73,7 @@ def sentence(name: str, event: ev.Event) -> str:
 
 
 class Hooks:
-    """The hooks of one attempt.
-
-    Args:
-        warn: takes what is wrong with a hook; called once for each.
-    """
+    """The hooks of one attempt. `warn` takes what is wrong with a hook, once for each."""
 
     def __init__(self, paths: RunPaths, config: RunConfig, warn: Callable[[str], None]) -> None:
         self._paths, self._name, self._hooks, self._warn = paths, config.name, config.hooks, warn
@@ -102,13 +98,10 @@ class Hooks:
                 self._workers[hook] = asyncio.get_running_loop().create_task(self._work(waiting))
 
     async def drain(self, *, requeued: bool = False) -> None:
-        """Waits for the calls that are left, then ends them: this process is about to leave.
-
-        Args:
-            requeued: the nodes are wanted by others, and the run starts again: a few seconds have to do.
-        """
+        """Waits for the calls that are left, then ends them; if `requeued`, a few seconds have to do."""
         if not self._workers:
             return
+        # After a requeue others want the nodes, and the run starts again.
         workers = self._workers.values()
         _, late = await asyncio.wait(workers, timeout=_REQUEUE_S if requeued else self._hooks.timeout_s + 1.0)
         for worker in late:

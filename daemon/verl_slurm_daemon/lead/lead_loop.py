@@ -8,7 +8,6 @@ One attempt, in order:
 3. Restarts, until the policy says `Exit`.
 4. Slurm is told what is to become of the job (`Requeue=0`, or when it may start again), and the end is recorded.
    After a requeue outside Slurm, the next attempt begins in this process.
-
 """
 
 import asyncio
@@ -74,11 +73,7 @@ def _slurm_cluster() -> str:
 
 
 class Lead:
-    """The lead of one attempt; see the module.
-
-    Args:
-        failed: why this start can only ask for another one (`attempt_start.prepare`).
-    """
+    """The lead of one attempt. `failed`: why this start can only ask for another (`attempt_start.prepare`)."""
 
     def __init__(
         self,
@@ -144,11 +139,10 @@ class Lead:
         return code
 
     async def _take_run(self) -> RunOwner | None:
-        """Takes the run; returns None if storage or Slurm does not allow it, with the error in `self._failed`.
+        """Takes the run; returns None, with the error in `self._failed`, if storage or Slurm does not allow
+        it.
 
-        Raises:
-            Fenced: another attempt has it, and lives.
-            CheckpointCorrupt: its owner cannot be determined.
+        Raises Fenced: another attempt has it, and lives. CheckpointCorrupt: its owner cannot be determined.
         """
 
         async def take() -> RunOwner:
@@ -202,15 +196,13 @@ class Lead:
     async def _end(
         self, mine: RunOwner | None, journal: Journal, code: ExitCode, reason: str, *, clean: bool
     ) -> None:
-        """Settles what is to become of the job, and records the end.
-
-        If Slurm did not accept the requeue (24), it may still start the job again by itself, and that is welcome.
-        """
+        """Settles what is to become of the job, and records the end."""
         # Slurm ignores a start time that has passed by the end of COMPLETING and waits 120 s. So it is set again now,
         # when the processes here are gone.
         next_start = None
         if code is ExitCode.REQUEUED:
             next_start = await self._allocation.hasten(clean)
+        # Not where Slurm took no requeue: it may still start the job by itself, and that is welcome.
         elif code is not ExitCode.REQUEUE_FAILED and (said := await self._allocation.withdraw()):
             journal.write(ev.Notice("Slurm", said))
         try:
@@ -275,11 +267,7 @@ class Lead:
             self._journal.status(self._status)
 
     async def _refuse_if_owned(self) -> RunOwner | None:
-        """Returns the run's former owner, which is over.
-
-        Raises:
-            Fenced: it is not.
-        """
+        """Returns the run's former owner, which is over. Raises Fenced: it is not."""
         owner = await asyncio.to_thread(read_owner, self._paths)
         alive = "" if owner is None else await self._allocation.still_alive(owner)
         if alive:
@@ -351,12 +339,7 @@ class Lead:
         )
 
     async def _begin(self, journal: Journal, effects: Effects) -> inputs.Ready:
-        """Checks the conditions for starting ranks.
-
-        Raises:
-            OSError: storage does not answer.
-            SlurmMissing: Slurm does not.
-        """
+        """Checks the conditions for starting ranks. Raises OSError, SlurmMissing: storage or Slurm is away."""
         notices: list[str] = []
         history = await asyncio.to_thread(read_history, self._paths)
         await asyncio.to_thread(attempt_start.require_mounted, self._config, history)
@@ -452,11 +435,7 @@ class Lead:
 
 
 def run_lead(root: Path, hostfile: Path | None = None) -> NoReturn:
-    """Runs the lead of this job from start to end. Leaves the process by itself: see `_leave`.
-
-    Args:
-        hostfile: the hosts of a run without Slurm; this is the first of them.
-    """
+    """Runs the lead of this job, and leaves the process. `hostfile`: the hosts of a run without Slurm."""
     # Blocked, not ignored: a signal that comes during the start stays pending until the lead listens.
     signal.pthread_sigmask(signal.SIG_BLOCK, attempt_start.SIGNALS)
     os.environ["PYTHONSAFEPATH"] = "1"  # for all we start: nothing is imported from the submitter's directory
@@ -476,14 +455,12 @@ def run_lead(root: Path, hostfile: Path | None = None) -> NoReturn:
 
 
 def _leave(code: ExitCode, allocation: Allocation) -> NoReturn:
-    """Leaves at once, from inside the loop: the loop would wait for a read-back in a thread while the requeue's delay
-    runs.
-
-    Outside Slurm the next attempt begins here. Signals are blocked until it listens, so a cancel in between is kept.
-    """
+    """Leaves at once, from inside the loop. Outside Slurm the next attempt begins here."""
+    # The loop would wait for a read-back in a thread while the requeue's delay runs.
     sys.stdout.flush()
     sys.stderr.flush()
     if code is ExitCode.REQUEUED and isinstance(allocation, LocalAllocation):
+        # Blocked until the next attempt listens: a cancel in between is kept.
         signal.pthread_sigmask(signal.SIG_BLOCK, attempt_start.SIGNALS)
         os.environ[LOCAL_RESTART_VARIABLE] = str(allocation.restart + 1)
         argv = [sys.executable, "-P", "-m", "verl_slurm_daemon", *sys.argv[1:]]
@@ -496,12 +473,10 @@ _THREADS = 8
 
 
 def keep_threads(loop: asyncio.AbstractEventLoop) -> None:
-    """Makes `asyncio.to_thread` use threads that are started now.
-
-    Reading a save back and asking Slurm each need a thread. If the node or the job's control group cannot start one at
-    the end of a job, the lead would leave without asking for the requeue.
-    """
+    """Makes `asyncio.to_thread` use threads that are started now."""
     # The executor starts a thread when none is idle; the barrier keeps all of them busy until the last one has started.
+    # Reading a save back and asking Slurm each need a thread. If the node or the job's control group cannot
+    # start one at the end of a job, the lead would leave without asking for the requeue.
     pool = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="lead")
     all_there = threading.Barrier(_THREADS + 1)
     with suppress(RuntimeError, threading.BrokenBarrierError):  # none can be started now

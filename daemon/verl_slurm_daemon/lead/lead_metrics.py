@@ -44,12 +44,7 @@ def steady_clock() -> Callable[[], float]:
 
 
 class LeadMetrics:
-    """Collects the numbers and renders the page.
-
-    Args:
-        status: the lead's own; read when a page is made.
-        clock: seconds since the epoch.
-    """
+    """Collects the numbers and renders the page. `clock`: seconds since the epoch."""
 
     def __init__(
         self,

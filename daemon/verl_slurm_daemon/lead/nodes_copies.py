@@ -27,9 +27,7 @@ from verl_slurm_daemon.lead.attempt import Attempt
 async def bring_home(attempt: Attempt, *, after: str, avoid: Collection[str] = ()) -> bool:
     """Makes every node send what shared storage lacks; returns whether anything came of it.
 
-    Args:
-        after: the checkpoint up to which shared storage lacks nothing.
-        avoid: nodes of the job that are lost.
+    `after`: the checkpoint up to which shared storage lacks nothing. `avoid`: nodes of the job that are lost.
     """
     allocation, journal, paths = attempt.allocation, attempt.journal, attempt.paths
     argv = daemon_argv(sys.executable, "bring-home", paths, attempt.number, "--after", after)
@@ -50,10 +48,8 @@ async def bring_home(attempt: Attempt, *, after: str, avoid: Collection[str] = (
 def run_bring_home(root: Path, attempt: int, after: str) -> ExitCode:
     """Sends this node's parts that are newer than `after` and that shared storage lacks.
 
-    Raises:
-        Fenced: the run belongs to another attempt.
-        TierError: a disk refuses.
-        KeyRefused, PermissionRefused: `keys.load_keys`.
+    Raises Fenced: another attempt has the run. TierError: a disk refuses. KeyRefused, PermissionRefused:
+    `keys.load_keys`.
     """
     paths = RunPaths(root)
     # A node that is late must not send parts into a run that belongs to a newer attempt.
@@ -70,11 +66,7 @@ def run_bring_home(root: Path, attempt: int, after: str) -> ExitCode:
 
 
 def collect(paths: RunPaths, attempt: int, keys: Keyring | None = None) -> Sequence[str]:
-    """Does the lead's part once every node has sent; returns the result, one line per checkpoint.
-
-    Args:
-        keys: checkpoints that came home must be signed with one of them.
-    """
+    """Does the lead's part once every node has sent; returns the result, one line per checkpoint."""
     require_attempt(paths, attempt)
     lines = []
     for verdict, good, filled in assemble(paths, keys):

@@ -25,12 +25,7 @@ _LATE_S = 1.0
 
 
 class PaceWatch:
-    """Watches the pace of one restart; see the module.
-
-    Args:
-        clock: returns monotonic seconds.
-        stragglers: compares the ranks; None: they are not compared.
-    """
+    """Watches the pace of one restart. `clock`: monotonic seconds. `stragglers`: None compares no ranks."""
 
     def __init__(
         self,
@@ -86,9 +81,7 @@ class PaceWatch:
         return news
 
     async def hang(self) -> tuple[str, str]:
-        """Waits until a rank has been silent for too long. Returns its node (empty: not known) and a text for
-        people.
-        """
+        """Waits until a rank has been silent for too long. Returns its node (empty: not known) and a text."""
         while (silence := self._hang.silence(self.awake_s())) is None:
             # Short looks also where nothing is due for long: a stop that falls between two looks counts as silence.
             pause = min(max(self._hang.next_look_s(self.awake_s()), _LEAST_LOOK_S), _MOST_LOOK_S)

@@ -80,8 +80,7 @@ async def requeue(attempt: Attempt, wanted: act.AskRequeue) -> RequeueAnswered:
 
 
 async def _avoid(attempt: Attempt, new: tuple[str, ...]) -> None:
-    """Tells Slurm which nodes failed this run or another one of the user lately. If there were some earlier and none
-    now, tells it that as well."""
+    """Tells Slurm which nodes failed this run or another one of the user lately, and when none does any more."""
     config, allocation, journal = attempt.config, attempt.allocation, attempt.journal
     history, bad = await answered(lambda: read_history(attempt.paths)), await _recalled(config)
     for problem in bad.problems:

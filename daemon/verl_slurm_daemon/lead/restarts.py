@@ -51,31 +51,21 @@ _SRUN_TRIES_S = 5.0
 
 @dataclass
 class _Agent:
-    """An agent at the other end of a link.
-
-    Attributes:
-        task: that listens to it.
-        step: the restart that it belongs to. It lives for one, and so do the keys of its ranks.
-        node: its name; empty until it has said it.
-        said_goodbye: it ends by itself, and its link with it.
-    """
+    """An agent at the other end of a link, which `task` reads. It lives for one restart, `step`."""
 
     link: AgentLink
     task: asyncio.Task[None]
     step: Step
     node: str = ""
+    """Empty until it has said it."""
     said_goodbye: bool = False
+    """It ends by itself, and its link with it."""
 
 
 class Restarts:
-    """The restarts of one attempt, one after the other.
+    """The restarts of one attempt, one after the other. `step` is the newest; `services` outlive them.
 
     Attributes:
-        step: the newest restart.
-        standby: what stands by for the next one.
-        services: they outlive restarts.
-        verdicts: on the checkpoints that were read in this attempt.
-        refusals: connections that were not let in.
         left_clean: the newest step ended by itself. If not, a node that hangs may keep the job for a while.
     """
 
@@ -92,11 +82,7 @@ class Restarts:
         self._port: tuple[asyncio.Server, LeadAddress] | None = None
 
     async def open(self) -> None:
-        """Listens for agents, and says where. May be called again after an error.
-
-        Raises:
-            OSError, SlurmMissing: storage or Slurm does not answer.
-        """
+        """Listens for agents, and says where. May be called again after an error (OSError, SlurmMissing)."""
         attempt, config = self._attempt, self._config
         self._places = await asyncio.to_thread(places_seen, config, attempt.paths)
         if self._port is None:
@@ -191,11 +177,7 @@ class Restarts:
         )
 
     async def _begin(self, number: int) -> ResumePoint | inputs.RanksEnded | inputs.AllDone:
-        """Chooses the resume point and starts the step with the agents; otherwise returns why it was not started.
-
-        Raises:
-            OSError, VerlSlurmError: nothing was started.
-        """
+        """Chooses the resume point and starts the step with the agents, or returns why it was not started."""
         attempt = self._attempt
         point = await spoken(self._resume_point(), "the choice of the checkpoint", attempt.journal)
         # run.yaml may have been edited while the job waited, or since; and the ranks read the file themselves.
@@ -234,11 +216,7 @@ class Restarts:
         return point
 
     def _require_unchanged(self, point: ResumePoint) -> None:
-        """Checks that the configuration for the ranks is the one the run has trained with, in all keys that matter.
-
-        Raises:
-            ConfigError: it is not; names the keys and their values.
-        """
+        """Raises ConfigError: the ranks' configuration differs from the run's former one in keys that matter."""
         attempt = self._attempt
         now = load_own(attempt.paths.run_yaml)
         newest = attempt.paths.checkpoints / point.name if point.name else None
@@ -414,11 +392,7 @@ class Restarts:
         self._attempt.post(inputs.LeaveNode(node, "bad_node", evidence))
 
     async def take_down(self, *, stacks: bool = False) -> None:
-        """Ends the newest restart.
-
-        Args:
-            stacks: all ranks dump the stacks of their threads before.
-        """
+        """Ends the newest restart. With `stacks`, all ranks dump the stacks of their threads before."""
         step = self.step
         if stacks:
             await step.write_stacks(self._attempt.journal)

@@ -157,19 +157,17 @@ def find_resume_point(
 ) -> ResumePoint:
     """Verifies checkpoints from the newest back and takes the first that is good; sets corrupt ones aside.
 
-    If the user named a checkpoint (or null: none), the first start after the submission (`RUN/control/resume_once`)
-    goes on from there, and newer ones are set aside. A checkpoint of another run is copied in first.
+    If the user named a checkpoint (or null: none), the first start after the submission
+    (`RUN/control/resume_once`) goes on from there, and newer ones are set aside. A checkpoint of another run
+    is copied in first.
 
-    If none of the run itself verifies and it has tiers, the newest one in the tiers is brought back; if only its
-    newest is lost, that one, from a tier that had it. This is not done if the run was told to begin from nothing and
-    has saved nothing since.
+    If none of the run itself verifies and it has tiers, the newest one in the tiers is brought back; if only
+    its newest is lost, that one. This is not done if the run was told to begin from nothing and has saved
+    nothing since.
 
-    Args:
-        keys: the checkpoint must be signed with one of them.
-        verifier: the full check, or what it has found before (`Verdicts.recall`).
-
-    Raises KeyRefused: what is left to resume from needs a key that is not there. TierError: none that a tier has can be
-    used. OSError: storage, or a tier, does not answer, or not with all bytes of the newest checkpoint.
+    Raises KeyRefused: what is left to resume from needs a key that is not there. TierError: none that a tier
+    has can be used. OSError: storage, or a tier, does not answer, or not with all bytes of the newest
+    checkpoint.
     """
 
     def checked(path: Path) -> Verdict:
@@ -233,12 +231,12 @@ def _newer_from_tiers(
 async def wait_for_checkpoints(
     find: Callable[[], ResumePoint], config: RunConfig, journal: Journal, leaving: asyncio.Event
 ) -> ResumePoint:
-    """Returns the resume point that `find` finds, but never the beginning of a run that has had a checkpoint. Warns of
-    what is done again. A directory of checkpoints that is absent or empty, as one that is not mounted, is looked at
-    again for half a minute.
+    """Returns the resume point that `find` finds, but never the beginning of a run that has had a checkpoint.
+    A directory of checkpoints that is absent or empty, as one that is not mounted, is looked at again for
+    half a minute.
 
-    Raises CheckpointsLost: the run has had a checkpoint and has none that can be used. InterruptedError: the restart
-    was ended meanwhile (`leaving`).
+    Raises CheckpointsLost: none of those that the run has had can be used. InterruptedError: `leaving` was
+    set meanwhile.
     """
 
     for pause in (*IN_PLACE_S, None):
@@ -284,10 +282,7 @@ def _manifest_of(checkpoint: Path) -> bytes | None:
 
 
 def _adopt(paths: RunPaths, source: Path) -> str:
-    """Copies a verified checkpoint of another run into this one and verifies the copy.
-
-    Our own checkpoint of that name is set aside unless it is identical. So are our rollouts.
-    """
+    """Copies another run's verified checkpoint into this one; sets ours of that name, and rollouts, aside."""
     final = paths.checkpoints / source.name
     if final.exists():
         if _manifest_of(final) == bounded.read_regular(source / MANIFEST, bounded.MANIFEST):
@@ -324,13 +319,7 @@ def _abandon_newer(paths: RunPaths, choice: ResumeChoice) -> list[str]:
 
 
 class ReadBack(msgspec.Struct, frozen=True):
-    """The result of reading a committed checkpoint back.
-
-    Attributes:
-        detail: the findings, one line.
-        pruned: not good, but gone: the run has newer ones, and retention removed this one during the read.
-        unreadable: not good, because storage did not give all of its bytes: that proves no damage.
-    """
+    """The result of reading a committed checkpoint back; the fields are as in `inputs.SaveReadBack`."""
 
     good: bool
     detail: str
@@ -373,11 +362,11 @@ class _Leaving(Exception):
 
 
 async def fit_ranks(config: RunConfig, point: ResumePoint, leaving: asyncio.Event, journal: Journal) -> bool:
-    """Prepares verl's checkpoint for as many ranks as the run has now; returns whether they may start: not if
-    `leaving`, which ends the work, was set.
+    """Prepares verl's checkpoint for the ranks that the run has now; returns False if `leaving` has ended the
+    work.
 
-    Raises ConfigError: it cannot be divided so, or not by the ranks' Python. VerlSlurmError, OSError: it was not
-    divided.
+    Raises ConfigError: it cannot be divided so, or not by the ranks' Python. VerlSlurmError, OSError: it was
+    not.
     """
     if config.trainer.backend != "verl":
         return True

@@ -31,14 +31,7 @@ _FROZEN = "frozen/"
 def scrub_next(
     paths: RunPaths, config: CheckpointConfig, attempt: int, now: float, keys: Keyring | None = None
 ) -> tuple[float, Scrubbed | None]:
-    """Reads the next checkpoint back if one is due. Blocks; slow on purpose.
-
-    Args:
-        keys: if given, the checkpoint must be signed with one of them.
-
-    Returns:
-        Seconds until the next look, and the entry for the journal; None: nothing was due.
-    """
+    """Reads one checkpoint back, slowly, if it is due. Returns seconds to the next look, and what to journal."""
     every_s = config.scrub_every_h * 3600
     infos = [*list_checkpoints(paths), *_frozen(paths)]
     # The journal has the time of each last read, so the schedule survives requeues.

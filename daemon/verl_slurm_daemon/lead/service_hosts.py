@@ -25,8 +25,6 @@ _END_S = 3.0
 
 
 class _Service:
-    """What is known of one service."""
-
     def __init__(self, name: str, config: ServiceConfig) -> None:
         self.name, self.config = name, config
         self.count = config.nodes or 1
@@ -70,10 +68,7 @@ class Services:
         return {one.name: ",".join(one.addresses[index] for index in range(one.count)) for one in there}
 
     async def start(self, leaving: asyncio.Event) -> None:
-        """Starts those that do not run; returns when all that are needed are ready, or the ranks are not to start.
-
-        A needed one that cannot be started is posted as `ServiceLost`, whose consequence sets `leaving`.
-        """
+        """Starts those that do not run; returns when all that are needed are ready, or `leaving` is set."""
         for service in self._services.values():
             if service.task is not None and service.failed:
                 await self._end(service)
@@ -81,6 +76,7 @@ class Services:
                 service.begin()
                 service.task = asyncio.create_task(self._run(service))
         wanted = asyncio.create_task(leaving.wait())
+        # A needed one that cannot be started is posted as `ServiceLost`, whose consequence sets `leaving`.
         while not leaving.is_set() and not all(one.is_settled for one in self._services.values()):
             self._changed.clear()
             changed = asyncio.create_task(self._changed.wait())

@@ -27,11 +27,7 @@ AGENTS_READY_S = 60.0
 
 
 class Standby:
-    """The step that stands by, if there is one.
-
-    Attributes:
-        clean: every one that was ended has ended by itself.
-    """
+    """The step that stands by, if there is one. `clean`: every one that was ended has ended by itself."""
 
     def __init__(self, attempt: Attempt) -> None:
         self._attempt, self._config, self._allocation = attempt, attempt.config, attempt.allocation
@@ -48,21 +44,16 @@ class Standby:
         return step is self._step
 
     def joined_by(self, restart: int) -> Step:
-        """Returns the step of an agent that stands by for a restart. A step that was dropped is being ended, and so is
-        its agent.
-        """
+        """Returns the step of an agent that stands by for a restart."""
         if self._step is not None and self._step.restart == restart:
             return self._step
+        # A step that was dropped is being ended, and so is its agent.
         former = Step(restart, self._config.distributed.nodes)
         former.leaving.set()
         return former
 
     async def start_after(self, training: Step, avoid: Collection[str] = ()) -> None:
-        """Starts agents for the restart after this one, once its ranks have trained for a while.
-
-        Args:
-            avoid: nodes of the job that are lost or bad.
-        """
+        """Starts agents for the restart after this one, once its ranks have trained for a while."""
         after_s = self._config.daemon.standby_after_s
         if after_s is None or not (self._allocation.starts_all_agents and may_stand_by(self._config)):
             return
@@ -86,12 +77,7 @@ class Standby:
             await self.drop(f"the agents for the next restart do not come: {error}")
 
     async def take(self, restart: int, nodes: int, avoid: Collection[str] = ()) -> Step | None:
-        """Returns the step that stands by for this restart, which is the caller's then. Any other is ended.
-
-        Args:
-            nodes: of the ranks.
-            avoid: nodes of the job that are lost or bad.
-        """
+        """Returns the step that stands by for this restart, which is the caller's then. Any other is ended."""
         if self._step is None:
             return None
         # They have read it when they were started.
@@ -135,28 +121,17 @@ _LEAST_S = 1800.0
 or what was idle was not for this job."""
 _COST_S = 120.0
 """Of a requeue, where this run has measured none yet."""
+# The gain has to be so many times the cost: neither is known well.
 _TIMES_WORTH = 2.0
-"""The gain has to be so many times the cost: neither is known well."""
 
 
 def worth(nodes: int, more: int, left_s: float, cost_s: float) -> bool:
-    """Returns whether a run gains by a requeue onto more nodes.
-
-    Args:
-        nodes, more: that it has, and that it would have.
-        left_s: seconds that it still needs on those it has.
-        cost_s: seconds without training that a requeue costs.
-    """
+    """Returns whether `more` nodes are worth a requeue that costs `cost_s`, with `left_s` to go on `nodes`."""
     return more > nodes and left_s * (1 - nodes / more) > _TIMES_WORTH * cost_s
 
 
 async def watch_growth(attempt: Attempt, step: Step, clock: Callable[[], float] = time.time) -> None:
-    """Asks for a save and a requeue once enough nodes are idle, at most once in a restart.
-
-    Args:
-        step: of the ranks that train.
-        clock: seconds since 1970.
-    """
+    """Asks for a save and a requeue once enough nodes are idle, at most once in a restart (`step`)."""
     paths, config, allowed = attempt.paths, attempt.config, allowed_nodes(attempt.config)
     if len(allowed) == 1 or not step.places.chosen:
         return

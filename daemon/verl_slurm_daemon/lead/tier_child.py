@@ -21,10 +21,7 @@ _EVERY_S = 900.0
 
 
 class TierMover:
-    """Makes a pass after every verified checkpoint and every quarter of an hour, one at a time.
-
-    Does nothing without tiers.
-    """
+    """Where there are tiers, makes a pass after each verified checkpoint and each quarter of an hour."""
 
     def __init__(self, attempt: Attempt) -> None:
         self._paths, self._journal, config = attempt.paths, attempt.journal, attempt.config
@@ -79,12 +76,10 @@ class TierMover:
 
 
 def restore_newest(paths: RunPaths, only: str = "") -> None:
-    """Brings the newest checkpoint of any tier into the run, because none in the run verifies; or `only` this one,
-    because it is lost in the run. Blocks until that is done; the child limits its own time by the number of bytes it
-    expects.
+    """Brings the newest checkpoint of any tier into the run, or `only` this one. Blocks until that is done.
 
-    Raises OSError: a tier that has one does not answer: it is storage, and is waited for. TierError: a tier returned
-    something else. Beginning afresh would throw away what is there.
+    Raises OSError: a tier that has one does not answer: it is storage, and is waited for. TierError: it sent
+    something else.
     """
     words = [*_command("restore", paths), *(("--name", only) if only else ())]
     done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
@@ -95,6 +90,7 @@ def restore_newest(paths: RunPaths, only: str = "") -> None:
             found = "a tier did not give its bytes in time"
         if done.returncode in (TierAway.child_code, -signal.SIGALRM):
             raise OSError(errno.ETIMEDOUT, f"nothing could be brought back from the run's tiers: {found}")
+        # Beginning afresh would throw away what is there.
         raise TierError("nothing could be brought back from the run's tiers", found=found)
 
 

@@ -19,14 +19,10 @@ from verl_slurm.wire.messages import FromAgent, ToAgent
 
 
 class Refusals:
-    """The refusals at one port or socket.
-
-    Args:
-        reasons: all possible reasons; a stranger's text never becomes one.
-        tell: called with the reason, the peer, and the count so far.
-    """
+    """The refusals at one port or socket. `tell` is called with the reason, the peer, and the count so far."""
 
     def __init__(self, reasons: tuple[str, ...], tell: Callable[[str, str, int], None]) -> None:
+        # All possible reasons; a stranger's text never becomes one.
         self.counts = dict.fromkeys(reasons, 0)
         self._tell, self._next = tell, 1
 
@@ -43,12 +39,11 @@ class Refusals:
 _HANDSHAKE_S = 5.0
 _READ_BYTES = 64 * 1024
 _BACKLOG, _MOST_BACKLOG = 128, 4096
+# It outlasts the restart of a switch, after which everything that was sent meanwhile arrives. A stopped or
+# slow process does not count as silent at first: its kernel acknowledges for it until the unread bytes fill
+# its buffer. If it still reads nothing for this long, the link is given up, too.
 _SILENCE_S = 180
-"""Seconds without an acknowledgement after which a link is dead: a node without power sends nothing more. The
-limit outlasts the restart of a switch, after which everything that was sent meanwhile arrives. A stopped or
-slow process does not count as silent at first: its kernel acknowledges for it until the unread bytes fill its
-buffer. If it still reads nothing for this long, the link is given up, too.
-"""
+"""Seconds without an acknowledgement after which a link is dead: a node without power sends nothing more."""
 
 
 Sent = TypeVar("Sent")
@@ -109,12 +104,12 @@ async def serve_proven(
     on_peer: Callable[[asyncio.StreamReader, asyncio.StreamWriter, bytes], Awaitable[None]],
     refused: Callable[[str, str], None] = lambda *_: None,
 ) -> tuple[asyncio.Server, int]:
-    """Listens on a free port. `on_peer` runs for each peer that proved it knows the token, with the session's key.
+    """Listens on a free port. `on_peer` runs for each peer that proved it knows the token, with the session's
+    key.
 
     Args:
-        host: the address that peers will be given. For a loopback address, it listens on that address alone. For any
-            other, it listens on all interfaces, because on the node itself its name may mean 127.0.1.1.
-        max_links: proven peers at once.
+        host: the address that peers will be given. It listens there if it is a loopback address, else on all
+            interfaces.
         refused: called for every other peer with one of `connection_limits.REASONS` and the peer's address.
 
     Peers that do not finish the handshake in 5 s are dropped, and sooner if newer ones push them out.
@@ -148,6 +143,7 @@ async def serve_proven(
     # second.
     backlog = min(max(_BACKLOG, max_links), _MOST_BACKLOG)
     make_room(max_links + limits.most_strangers + backlog)
+    # On the node itself its name may mean 127.0.1.1.
     everywhere = "::" if ":" in host else "0.0.0.0"  # noqa: S104 - every peer must know the token
     server = await asyncio.start_server(
         on_connection, host if host.startswith("127.") else everywhere, port=0, backlog=backlog
@@ -198,11 +194,7 @@ class LeadLink(_Link[FromAgent, ToAgent]):
 
 
 async def connect(host: str, port: int, token: bytes, attempt: int) -> LeadLink:
-    """Connects to the lead; both sides prove that they know the token.
-
-    Raises:
-        WireError: the lead has another token or attempt.
-    """
+    """Connects to the lead; both sides prove that they know the token. Raises as `connect_proven`."""
     reader, writer, key = await connect_proven(host, port, token, attempt)
     return LeadLink(reader, writer, Framer(key, b"A", ToAgent))
 
@@ -210,11 +202,7 @@ async def connect(host: str, port: int, token: bytes, attempt: int) -> LeadLink:
 async def connect_proven(
     host: str, port: int, token: bytes, attempt: int
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, bytes]:
-    """Connects to a port of `serve_proven`; returns the connection and the session's key.
-
-    Raises:
-        WireError: the peer has another token or attempt.
-    """
+    """Connects to a port of `serve_proven`, also for the session's key. WireError: other token or attempt."""
     async with asyncio.timeout(_HANDSHAKE_S):
         reader, writer = await asyncio.open_connection(host, port)
         _notice_silence(writer)
@@ -266,11 +254,8 @@ CONNECT_PAUSES_S = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0)
 async def reach_lead(
     address: LeadAddress, attempt: int, warned: asyncio.Event, pauses: Sequence[float] = CONNECT_PAUSES_S
 ) -> LeadLink:
-    """Tries until the lead has a free place: unknown peers may hold all of them for some seconds. Where `warned` is
-    set, the job is about to end, and this try is the last.
-
-    Raises WireError: the lead cannot be reached, or is of another attempt.
-    """
+    """Connects, with tries until the lead has a free place or `warned` is set. Raises WireError: in vain."""
+    # Unknown peers may hold all places for some seconds.
     for pause in (*pauses, None):
         try:
             return await connect(address.host, address.port, bytes.fromhex(address.token), attempt)

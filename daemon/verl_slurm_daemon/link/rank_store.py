@@ -15,9 +15,7 @@ from verl_slurm.wire.messages import MAX_VALUE, StoreAnswer, StoreCall
 # TCPStore's own limit, as those of one key and one value in `wire.messages`.
 MAX_KEYS = 131_072
 MAX_BYTES = 256 * 1024 * 1024
-"""Limit for all keys and values. gloo needs 154 + 8 N bytes for each of N ranks and each group: 8 MiB for
-1,000 ranks.
-"""
+"""Of all keys and values. gloo needs 154 + 8 N bytes for each of N ranks and each group."""
 MAX_WAITING = 65_536
 _LONGEST_S = 7 * 86_400.0
 _KEY_COST = 100
@@ -26,8 +24,6 @@ _KEY_COST = 100
 
 @dataclass(eq=False)
 class _Waiter:
-    """A call whose answer has to wait."""
-
     call: StoreCall
     answer: Callable[[StoreAnswer], None]
     missing: set[str]
@@ -98,11 +94,7 @@ class RankStore:
         return ""
 
     def _do(self, call: StoreCall) -> tuple[bytes, int]:
-        """Returns the answer's value and number.
-
-        Raises:
-            ValueError: the call is refused.
-        """
+        """Returns the answer's value and number. Raises ValueError: the call is refused."""
         key = call.keys[0] if call.keys else ""
         held = self._values.get(key)
         match call.op:

@@ -70,8 +70,7 @@ async def open_near_end(
 
 
 class _Peers:
-    """Tells who has connected to a port. A look at the kernel's table may take milliseconds, so one serves all
-    connections of the last hundredth of a second."""
+    """Tells who has connected to a port."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -82,6 +81,8 @@ class _Peers:
             if self._next is None:
                 loop = asyncio.get_running_loop()
                 self._next = loop.create_future()
+                # A look at the kernel's table may take milliseconds: one serves all connections of a
+                # hundredth of a second.
                 loop.call_later(_LOOK_S, self._look, self._next)
             if found := (await asyncio.shield(self._next)).get(peer):
                 return found
@@ -96,11 +97,7 @@ class _Peers:
 async def open_far_end(
     host: str, key: bytes, attempt: int, nodes: int, reach: Callable[[], Awaitable[Streams]]
 ) -> tuple[asyncio.Server, int]:
-    """Listens for the near ends of so many nodes; returns the server and its port.
-
-    Args:
-        reach: connects to the service. Its errors, OSError and VerlSlurmError, end the connection alone.
-    """
+    """Listens for the near ends of so many nodes. OSError or VerlSlurmError of `reach` ends one connection."""
 
     async def on_peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _key: bytes) -> None:
         try:

@@ -1,12 +1,12 @@
 """The metrics port of a lead or an agent: serves `GET /metrics` and `GET /healthz`, both read-only.
 
-Its address is written to a file (`observability.targets_dir`) in the format of Prometheus' file-based service
-discovery. That file also holds the run's name and id, because anybody can read what the port itself shows. A
-port that cannot be opened stops no run: another one is taken, or none, and a message says so.
+Its address is written to a 0600 file (`observability.targets_dir`) in the format of Prometheus' file-based
+service discovery. That file has the run's name and id, and no label has: everybody on the node can read a
+port on 127.0.0.1. A port that cannot be opened stops no run: another one is taken, or none, and a message
+says so.
 
-The page is in Prometheus' text format. This module imports prometheus_client, which costs 2 MB, so it is imported when
-a port is configured. No label names the run: everybody on the node can read a port on 127.0.0.1. The file says which
-run a series belongs to, and its mode is 0600.
+The page is in Prometheus' text format. This module imports prometheus_client, which costs 2 MB, so it is
+imported when a port is configured.
 """
 
 import asyncio
@@ -65,9 +65,7 @@ class _Told(Collector):
 
 
 def renderer(tell: Callable[[], Iterable[Metric]]) -> Callable[[], bytes]:
-    """Returns the function that renders the page: `tell`'s families, and the process' own (memory, CPU, file
-    descriptors).
-    """
+    """Returns the function that renders the page: `tell`'s families, and those of the process (memory, CPU)."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Told(tell))
     ProcessCollector(registry=registry)
@@ -78,13 +76,7 @@ _TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Exporter:
-    """One open port.
-
-    Args:
-        name: `lead` or `node_0003`; part of that file's name, and the value of the series' label `instance`.
-        page: makes the text of /metrics.
-        up: returns whether this part of the run is at work.
-    """
+    """One open port. `name`: `lead` or `node_0003`, part of that file's name and the label `instance`."""
 
     def __init__(
         self,
@@ -103,10 +95,10 @@ class Exporter:
         self._written = b""
 
     async def open(self, own_host: Callable[[], Awaitable[str]], port: int) -> str:
-        """Listens at `port` (0: any) and publishes the address; `own_host` returns that by which other nodes reach
-        this one.
+        """Listens at `port` (0: any) and publishes the address.
 
-        Returns a message for people: the actual address if it differs from the wanted one, or why the port is closed.
+        Returns a message for people: the actual address if it differs from the wanted one, or why the port is
+        closed.
         """
         wanted = self._config.observability
         try:

@@ -8,28 +8,20 @@ from verl_slurm.wire.messages import FromRank, Progress, RankStarted
 
 
 def queue_length(config: RunConfig, phase: str, index: int) -> int:
-    """Returns the responses of the running step, on all ranks, that are sampled and not yet used up by training.
-
-    The ranks pass their safe points together, so the position of one rank is enough.
-
-    Args:
-        phase, index: the position of `Progress`: the next piece of work.
-    """
+    """Returns how many responses of the running step, on all ranks, are sampled and not used up by training."""
+    # The ranks pass their safe points together, so the position of one rank is enough.
     per_rank = config.train.batch_size_per_device
     if phase == "step_end":
         return 0
     # In every later phase all of the step's responses are sampled, and none is used up before its end.
     if phase == "generate":
+        # `index` is the next piece of work: those before it are sampled.
         per_rank = min(index * config.rollout.micro_batch_size_per_device, per_rank)
     return per_rank * config.distributed.dp_size
 
 
 class LiveNumbers:
-    """The newest report of each rank of one restart.
-
-    Args:
-        ranks: the ranks that exist; no other gets a number.
-    """
+    """The newest report of each rank of one restart. A rank outside `ranks` gets no number."""
 
     def __init__(self, ranks: range) -> None:
         self._ranks = ranks
@@ -69,7 +61,5 @@ class LiveNumbers:
                 pass
 
     def safe_point_age(self, now: float) -> float | None:
-        """Returns the seconds since the last safe point of the rank that is furthest behind; None before the
-        first report.
-        """
+        """Returns the seconds since the last safe point of the rank furthest behind; None: no report yet."""
         return max(now - min(self.heard.values()), 0.0) if self.heard else None
