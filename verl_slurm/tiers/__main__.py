@@ -19,8 +19,8 @@ from verl_slurm.config.load import load_resolved
 from verl_slurm.tiers.fetch import fetch_newest
 from verl_slurm.tiers.mover import lower_priority, sync
 
+# Seconds until the content of the tiers must be known. Backends limit themselves; a mount or a plug-in may not.
 _SURVEY_S = 1800
-"""Seconds until the content of the tiers must be known. Backends limit themselves; a mount or a plug-in may not."""
 
 
 def main(args: list[str] | None = None) -> int:
