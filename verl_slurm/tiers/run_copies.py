@@ -13,7 +13,7 @@ PREFIX/RUN_NAME-RUN_ID/step_000012/manifest.json           the commit record, th
 
 PREFIX is the tier's `prefix`. RUN_NAME is the config's `name`; RUN_ID is the 16 hex digits of `RUN/run_id`, made once
 per run, so that two runs of one name never meet. Everything else below PREFIX/RUN_NAME-RUN_ID/ belongs to others and is
-neither read nor removed. Keys are matched whole, and every path by the manifest's own rule (`format.path_problem`), so
+neither read nor removed. Keys are matched whole, and every path by the manifest's own rule (`path_problem`), so
 `../x` is never a path of ours. Tier 0 is the run itself, with the prefix `checkpoints/`.
 
 ## 2. Commit
@@ -90,7 +90,8 @@ class RunCopies:
         return found
 
     def manifest(self, name: str, keys: Keyring | None = None) -> tuple[bytes, Manifest]:
-        """Returns the bytes of a checkpoint's manifest, and what they say. With keys, it must be signed with one.
+        """Returns the bytes of a checkpoint's manifest, and what they say. With keys, it must be signed with
+        one.
 
         Raises:
             CheckpointCorrupt: it is not whole or another checkpoint's, or others made it.
@@ -111,13 +112,10 @@ class RunCopies:
         return data, manifest
 
     def problems(self, name: str, *, expected: bytes | None = None, keys: Keyring | None = None) -> list[str]:
-        """Reads back every object of a checkpoint and returns its faults; empty if there is none.
+        """Reads back every object of a checkpoint and returns its faults; `expected`: the manifest it should
+        have.
 
-        Args:
-            expected: the manifest it should have; None: whichever verifies by itself.
-
-        Raises:
-            TierError, SchemaMismatch: the place did not answer, or the format is of another version.
+        TierError: the place did not answer. SchemaMismatch: the manifest is of another format version.
         """
         try:
             data, manifest = self.manifest(name, keys)

@@ -77,10 +77,7 @@ def part_size(size: int) -> int:
 
 
 class S3Place:
-    """Keeps copies in a bucket; `checkpoint.store.copies.CopyPlace` specifies each method.
-
-    `attempts`: of each request; `read_s`: seconds to wait for a silent server; `call_s`, `most_keys`: bounds.
-    """
+    """Keeps copies in a bucket; `checkpoint.store.copies.CopyPlace` specifies each method."""
 
     def __init__(
         self,

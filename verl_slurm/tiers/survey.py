@@ -314,7 +314,6 @@ class Memory:
 
 
 def _incomplete(manifest: Manifest, objects: dict[str, ObjectInfo]) -> str:
-    """Returns the first fault that the listing alone shows."""
     for entry in manifest.files:
         info = objects.get(entry.path)
         if info is None:

@@ -43,7 +43,7 @@ def frozen_digests(paths: RunPaths) -> list[str]:
 
 
 def check_frozen(paths: RunPaths, digest: str, *, bytes_per_s: float | None = None) -> Verdict:
-    """Reads one copy back, no faster than `bytes_per_s`. Runs at every start; never raises for what it finds."""
+    """Reads one copy back, no faster than `bytes_per_s`, at every start. Never raises for what it finds."""
     began = time.monotonic()
     problems: list[Problem] = []
     found: _Contents = {}

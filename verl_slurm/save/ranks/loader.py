@@ -92,7 +92,7 @@ class WholeReader:
 def read_runtime_state(
     reader: CheckpointReader, rank: int, world_size: int, *, below: str = ""
 ) -> RuntimeState:
-    """Returns the runtime state that `rank` of `world_size` saved, from `below`, a directory in the checkpoint.
+    """Returns the runtime state that `rank` of `world_size` saved; `below`: in a directory of the checkpoint.
 
     Raises:
         CheckpointCorrupt: it is not what was committed, or belongs to another rank or world size.
