@@ -4,9 +4,8 @@ The SHA-256 of one chunk is a chain that no core can shorten. Chunks do not depe
 `stringzilla.Sha256s` keeps one word of each of sixteen chunks in a wide register and advances all of them with each
 instruction (Gueron and Krasnov, 2012, https://eprint.iacr.org/2012/371). docs/decisions/0005 tells when that pays.
 
-The processor selects one of the two for a process. At its first use both hash the same messages, with every length of
-the padding on every lane, and `stringzilla` is not used where they differ. A reader asks hashlib before it calls a
-chunk damaged (`hashlib_of`), so a wrong digest condemns no good checkpoint.
+The processor selects one of the two for a process. At its first use both hash the same messages, and
+`stringzilla` is not used where they differ. A reader asks hashlib before it calls a chunk damaged.
 """
 
 import functools
@@ -27,11 +26,7 @@ _Job = TypeVar("_Job")
 
 @dataclass(frozen=True)
 class Hasher:
-    """Hashes the chunks of a process; any number of its threads may use it.
-
-    Attributes:
-        lanes: `stringzilla.Sha256s`; None: hashlib.
-    """
+    """Hashes chunks, from any number of threads; `lanes`: `stringzilla.Sha256s`, or None for hashlib."""
 
     lanes: Callable[[int], Any] | None = None
 
@@ -70,11 +65,7 @@ def hashlib_of(piece: memoryview, found: bytes) -> bytes:
 
 @functools.cache
 def process_hasher(*, reading: bool = False) -> Hasher:
-    """Returns the faster hasher on this processor. The first call loads stringzilla, if it is installed.
-
-    Args:
-        reading: to read and check a checkpoint soonest; else to take the least of the processor.
-    """
+    """Returns the faster hasher here; `reading`: to check a checkpoint soonest, not with the least work."""
     try:
         # Here, not at the top: verifying must work where it is not installed, and most commands hash nothing.
         import stringzilla
@@ -98,8 +89,7 @@ def process_hasher(*, reading: bool = False) -> Hasher:
 
 
 def _agrees(lanes: Callable[[int], Any]) -> bool:
-    """Returns whether it matches hashlib's digests on every lane: every padding length, whole blocks, uneven
-    lengths."""
+    """Returns whether its digests are hashlib's on every lane, at the edges of the padding too."""
     memory = memoryview(bytes(range(251)) * (CHUNK_BYTES // 251 + 2))
     lengths = [[size] * LANES for size in (0, 1, 55, 56, 63, 64, 119, 120, 128, 4096, 8191, CHUNK_BYTES)]
     # Different lengths side by side: lanes that end early must not disturb the others.

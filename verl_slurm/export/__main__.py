@@ -29,8 +29,8 @@ from verl_slurm.export.source import ExportSource, cast_bytes
 
 _DTYPES = {"keep": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
+# In the staging directory during the work: the files taken from the base model.
 _MODEL = ".model"
-"""In the staging directory during the work: the files taken from the base model."""
 
 
 def work(order: ExportOrder, say: Callable[[object], Any]) -> None:

@@ -47,7 +47,6 @@ class Wish:
         roles: for `hf` one, for the others one or both.
         model: the base model's directory, for config and tokenizer.
         is_first_model: compare `model` with the digest that the run recorded at its start.
-        weight_decay: of the run, for the optimizer's state.
     """
 
     to: Layout
@@ -60,14 +59,10 @@ class Wish:
 
 
 class ExportOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What the child is told, on its standard input.
-
-    Attributes:
-        digest: of the manifest that was verified: the child refuses another one that has taken its place.
-        staging: the directory that it fills.
-    """
+    """What the child is told, on its standard input; `staging`: the directory that it fills."""
 
     checkpoint: Path
+    # Of the manifest that was verified: the child refuses another one that has taken its place.
     digest: str
     staging: Path
     key_file: Path | None
@@ -109,8 +104,6 @@ class Exported:
 
 
 class _Line(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the child's output."""
-
     total: int | None = None
     peak: int = 0
     done: int | None = None
@@ -126,10 +119,7 @@ def export(
     *,
     key_file: Path | None = None,
 ) -> Exported:
-    """Exports one checkpoint directory.
-
-    Args:
-        key_file: the key to open it with, if it is not the one that its run is configured with.
+    """Exports one checkpoint directory; `key_file`: the key to open it with, if not its run's own.
 
     Raises:
         PermissionRefused: `out` holds something, or the storage refused.
@@ -195,9 +185,7 @@ def _require_first_model(model: Path, manifest: Manifest) -> None:
 
 @contextmanager
 def torch_environment() -> Iterator[dict[str, str]]:
-    """Builds the environment of a child that imports torch, with a compile cache of its own, which is removed
-    afterwards.
-    """
+    """Builds the environment of a child that imports torch; its compile cache is removed afterwards."""
     # torch's default is /tmp/torchinductor_USER, which another user may have made before. tokenizers gets one thread,
     # so that the child's memory does not depend on the machine.
     with tempfile.TemporaryDirectory(prefix="verl-slurm-torch-") as cache:

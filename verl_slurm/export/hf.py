@@ -31,8 +31,8 @@ from verl_slurm.export.source import ExportSource, cast_dtype
 SHARD_BYTES = 5_000_000_000
 """Of one safetensors file: Hugging Face's own old default, small enough for any loader and object store."""
 
+# For a tokenizer.json of 35 MB and the imports that it needs.
 _TOKENIZER_BYTES = 3 << 29
-"""For a tokenizer.json of 35 MB and the imports that it needs."""
 _INDEX = "model.safetensors.index.json"
 
 
@@ -62,12 +62,10 @@ def write_hf(
     dtype: torch.dtype | None,
     where: Path | None = None,
 ) -> None:
-    """Fills the directory `out`.
+    """Fills the directory `out`, with floating-point weights in `dtype` (None: as saved).
 
     Args:
-        model_dir: small files of the base model (`model_dir.take_small_files`).
-        dtype: of floating-point weights; None: as saved.
-        where: the base model as an error names it.
+        model_dir: small files of the base model (`model_dir.take_small_files`), which errors call `where`.
 
     Raises:
         DataError: the base model has no tokenizer that loads.
@@ -153,7 +151,6 @@ def _write_configs(
 
 
 def _read_back(out: Path, shards: dict[str, list[str]], skeleton: Skeleton) -> None:
-    """Opens every shard by its header and compares: exactly the names and shapes of the model."""
     found: dict[str, tuple[int, ...]] = {}
     try:
         for file in shards:

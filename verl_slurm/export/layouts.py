@@ -68,12 +68,7 @@ def write_layout(
     dtype: torch.dtype | None,
     weight_decay: float,
 ) -> None:
-    """Fills the directory `out`.
-
-    Args:
-        skeletons: of the roles to write.
-        dtype: of the models' floating-point weights; None: as saved.
-        weight_decay: of both optimizers, from the run's configuration.
+    """Fills the directory `out`, with the models' floating-point weights in `dtype` (None: as saved).
 
     The optimizers' file is left out if the checkpoint holds no optimizer.
 
@@ -120,11 +115,7 @@ def _save(value: object, path: Path) -> None:
 def adamw_state(
     source: ExportSource, role: Role, skeleton: Skeleton, *, lr: float, weight_decay: float
 ) -> dict[str, Any]:
-    """Returns the argument of `torch.optim.AdamW.load_state_dict` (the module's docstring).
-
-    Raises:
-        SchemaMismatch: there is state of something other than a parameter.
-    """
+    """Returns the argument of `AdamW.load_state_dict`. SchemaMismatch: state of something but a parameter."""
     prefix = f"{role}."
     keys: dict[str, list[str]] = {}
     for name in source.entries("optimizer"):

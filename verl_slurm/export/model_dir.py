@@ -24,9 +24,10 @@ TOKENIZER_FILES = (
     *("chat_template.jinja", "chat_template.json", "preprocessor_config.json"),
 )
 _KNOWN = frozenset({*TOKENIZER_FILES, "config.json", "generation_config.json"})
+# Includes vocabularies under other names.
 _SUFFIXES = (".json", ".txt", ".model", ".jinja", ".spm", ".vocab", ".bpe", ".tiktoken")
-"""Includes vocabularies under other names."""
 _BLOB = re.compile(r"\.\./\.\./blobs/([0-9a-f]{40,64})", re.ASCII)
+# Keys of config.json that name code or kernels; none of them says what tensors the model has.
 _FETCHED = frozenset(
     {
         *("attn_implementation", "_attn_implementation", "_attn_implementation_internal"),
@@ -34,7 +35,6 @@ _FETCHED = frozenset(
         *("auto_map", "custom_pipelines"),
     }
 )
-"""Keys of config.json that name code or kernels; none of them says what tensors the model has."""
 
 
 def take_small_files(model_dir: Path, into: Path) -> None:

@@ -29,20 +29,19 @@ from verl_slurm.export.causal_lm import ValueModel
 from verl_slurm.save.ranks.tensors import model_tensors
 
 _LAYERS = re.compile(r"^(num|n)_\w*layer|layers$|layer_types$|^depth")
+# Numbers of a config that become modules, or lists of its own; a list counts by its length.
 _PARTS = re.compile(r"^(num|n)_\w*(expert|block|head|stage)")
-"""Numbers of a config that become modules, or lists of its own; a list counts by its length."""
+# A dimension of a tensor, or a number of positions. The largest vocabularies have 260,000 words, the longest contexts
+# 10,485,760 tokens. Tables of positions are made on the CPU.
 _SIZES, _MOST_SIZE = re.compile(r"(dim|size|position_embeddings|n_positions|n_ctx)$"), 1 << 24
-"""A dimension of a tensor, or a number of positions. The largest vocabularies have 260,000 words, the longest contexts
-10,485,760 tokens. Tables of positions are made on the CPU.
-"""
+# Of a head, and so at most 1: a table's length is multiplied by it.
 _FRACTION = "partial_rotary_factor"
-"""Of a head, and so at most 1: a table's length is multiplied by it."""
+# Limit for a list: transformers checks the type of each item at every assignment, which took minutes for 400,000.
 _MOST_ITEMS = 1 << 14
-"""Limit for a list: transformers checks the type of each item at every assignment, which took minutes for 400,000."""
+# Any config may have this many: a model with shared layers, or with its experts fused in one tensor.
 _FEW_LAYERS, _FEW_PARTS = 64, 1024
-"""Any config may have this many: a model with shared layers, or with its experts fused in one tensor."""
+# For the modules of a model, which take some 10 KB per tensor, and for the imports that they need.
 _SKELETON_BYTES, _TENSOR_BYTES = 256 << 20, 64 << 10
-"""For the modules of a model, which take some 10 KB per tensor, and for the imports that they need."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +62,10 @@ class Skeleton:
 
 
 def build_skeleton(model_dir: Path, role: Role, num_tensors: int, *, where: Path) -> Skeleton:
-    """Returns the tensors that the model of `role` must hold, by the config in `model_dir`.
-
-    Args:
-        num_tensors: that the checkpoint has of it: a model of more layers than that is another one.
-        where: the name for errors.
+    """Returns what tensors the model of `role` must hold, by the config in `model_dir`; errors name `where`.
 
     Raises:
-        DataError: no config there, or of no model that Hugging Face knows.
+        DataError: no config there, of no model that Hugging Face knows, or of more than `num_tensors` allow.
     """
     expected = "a Hugging Face model directory with config.json"
     remedy = "name the directory of the base model with --model DIR"
@@ -118,9 +113,7 @@ def _empty(auto_class: Any, config: Any) -> nn.Module:
 
 
 def _critic_class(model: nn.Module, config: Any) -> str:
-    """Returns Hugging Face's class with exactly the critic's tensors; without one, the class of the transformer
-    alone.
-    """
+    """Returns Hugging Face's class with exactly the critic's tensors, or that of the transformer alone."""
     if type(config) in AutoModelForTokenClassification._model_mapping:
         theirs = _empty(AutoModelForTokenClassification, config)
         # Their head may have other names or a bias; a reader of that class would then find weights missing.
@@ -130,11 +123,7 @@ def _critic_class(model: nn.Module, config: Any) -> str:
 
 
 def _require_size_of(model_dir: Path, num_tensors: int) -> None:
-    """Refuses a config of more layers or experts than the checkpoint has tensors, before building anything from it.
-
-    Raises:
-        ValueError: it is one.
-    """
+    """Refuses, with ValueError, a config of more layers or parts than the checkpoint has tensors."""
     # Nested maps too: configs of several models in one have one below each part.
     for key, value in _numbers(read_model_config(model_dir)):
         # A layer has at least two tensors.
@@ -158,11 +147,7 @@ def _numbers(said: dict[str, Any]) -> Iterator[tuple[str, int | float]]:
 
 
 def check_fit(skeleton: Skeleton, found: dict[str, TensorEntry], *, where: object) -> None:
-    """Compares the tensors of a checkpoint with the model: none missing, none extra, all of their shape.
-
-    Raises:
-        DataError: they are another model's.
-    """
+    """Compares a checkpoint's tensors with the model: names and shapes. DataError: they are of another."""
     problems = [f"no {name}" for name in skeleton.shapes if name not in found]
     problems += [f"{name} is left over" for name in found if name not in skeleton.shapes]
     problems += [

@@ -43,12 +43,7 @@ def groups_of(entries: Mapping[str, TensorEntry], limit_bytes: int) -> Iterator[
 
 @dataclass
 class ExportSource:
-    """Reads one checkpoint for an export.
-
-    Attributes:
-        reader: of a verified checkpoint.
-        report: told the bytes done so far, as they lie in the checkpoint.
-    """
+    """Reads one verified checkpoint for an export; `report`: told the bytes of it that are done so far."""
 
     reader: CheckpointReader
     report: Callable[[int], None] = lambda _: None
@@ -60,11 +55,7 @@ class ExportSource:
         return f"{domain}/{INDEX}" in self.reader.entries
 
     def entries(self, domain: str) -> dict[str, TensorEntry]:
-        """Maps each name to type and shape of the tensor, for every tensor of a domain.
-
-        Raises:
-            CheckpointCorrupt: it is not what was committed.
-        """
+        """Maps each tensor of a domain to type and shape. CheckpointCorrupt: not what was committed."""
         return self._reader(domain).index.tensors
 
     def tensors(

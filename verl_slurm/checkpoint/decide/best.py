@@ -1,9 +1,7 @@
-"""Ranks checkpoints by a metric of their step. Pure.
+"""Ranks checkpoints by a metric of their step (`Manifest.metrics`). Pure.
 
-A checkpoint has the numbers of the step that it ends (`Manifest.metrics`). One from the middle of a step has none, and
-is never among the best. If the reward was replaced, older numbers say nothing about the present reward: once a
-checkpoint has a number by the present one, older numbers are not ranked. Of equal checkpoints the earlier is the
-better: reaching the same number later is no gain, and the kept set does not change without need.
+One from the middle of a step has none, and is never among the best. Numbers by a reward that was replaced are
+ranked only until a checkpoint has one by the present reward. Of equal checkpoints the earlier is the better.
 """
 
 import math
@@ -24,13 +22,7 @@ _MAX_NAME = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """The request for best checkpoints.
-
-    Attributes:
-        keep: number of best checkpoints to keep; 0: none.
-        metric: a column of a step's row.
-        mode: whether a larger or a smaller number is better.
-    """
+    """The request for the best `keep` checkpoints (0: none) by `metric`, a column of a step's row."""
 
     keep: int
     metric: str = "eval/reward"
@@ -98,12 +90,12 @@ def is_new_best(history: Sequence[Mapping[str, float]], best: Best) -> bool:
 
 
 def metrics_of(row: Mapping[str, float]) -> dict[str, float]:
-    """Selects the part of a step's row that a manifest holds: without the step, which it has, and without NaN, which
-    JSON lacks."""
+    """Selects the part of a step's row that a manifest holds: finite numbers, without the step."""
     kept = [
         (name, value)
         for name, value in row.items()
         if name != "step" and len(name) <= _MAX_NAME and math.isfinite(value)
     ]
+    # JSON lacks NaN, and the manifest has the step already.
     # Within the manifest's own limits: a manifest that no reader accepts would lose the checkpoint.
     return dict(kept[:_MAX_METRICS])

@@ -2,9 +2,7 @@
 
 `fixed`: at every multiple of `every_steps` and of `runtime_every_steps`.
 
-`adaptive`: at every multiple of the interval that `intervals` gives for the step. While the loss is volatile
-(see below) the interval is halved, but not below `min_every_steps`. So a state from before the trouble is never
-far.
+`adaptive`: at every multiple of the interval that `intervals` gives for the step; or so long after a save.
 
 `young_daly`: at the number of steps after the last save that costs the least total time for saving and for repeating
 lost work. Young (1974) found sqrt(2 C M) seconds for a save that costs C and a mean time M between interruptions. Daly,
@@ -13,17 +11,13 @@ lost work. Young (1974) found sqrt(2 C M) seconds for a save that costs C and a 
     sqrt(2 C M) * (1 + sqrt(C / 2M) / 3 + (C / 2M) / 9) - C         and M for all others.
 
 C is the training time that one save takes (`trainer.save_pace`), not the time until it is durable. M is counted
-from the journal (`journal/history.py`). No save begins while another is being written. Between two saves there is a
-step without one, or the cost of a save could not be measured. The formula assumes that all work since the last save is
-repeated. Here the ledger replays the rollouts, so the run saves too often rather than too seldom.
+from the journal (`journal/history.py`). The formula assumes that all work since the last save is repeated.
+Here the ledger replays the rollouts, so the run saves too often rather than too seldom.
 
-`continuous`: at the end of a step, as soon as the save before is durable, and at least every `every_steps`. A save
-costs the training thread a fraction of a millisecond, so the only price is the storage's work: each save is written,
-and read back by the daemon. Orbax went from 100 to 47 steps between its saves in this way.
+`continuous`: at the end of a step, as soon as the save before is durable, and at least every `every_steps`.
 
-At the last step a save is always due. No decision here changes a number of the training. Clock measurements differ from
-rank to rank, and a save is collective. So rank 0 plans the interval, and all ranks decide by its number
-(`trainer.save_pace`).
+In `adaptive` and `young_daly` the interval is halved while the loss is volatile (see below), but not below
+`min_every_steps`. At the last step a save is always due. In `young_daly` all ranks decide by rank 0's number.
 
 Whether the loss is volatile is judged from the rows of the metric history. A value is an OUTLIER when it lies far
 from the values before it, by the modified z-score
@@ -81,11 +75,7 @@ def outliers(values: Sequence[float]) -> int | None:
 
 
 def judge_volatility(history: Sequence[Mapping[str, float]]) -> Volatility:
-    """Walks the history from its oldest row, calm at first, and returns the final verdict.
-
-    Args:
-        history: rows of metrics, oldest first; a metric that a row lacks counts as not finite.
-    """
+    """Walks the history from its oldest row, calm at first, and returns the final verdict."""
     # A row without the metric counts as an outlier, as a loss that is not finite does.
     found = {name: _judge([row.get(name, math.nan) for row in history]) for name in METRICS}
     volatile = [
@@ -142,11 +132,7 @@ class SaveDue:
 
 
 def daly_interval_s(save_s: float, mtbi_s: float) -> float:
-    """Returns the seconds of training between two saves, by the formula above.
-
-    Args:
-        save_s: C, at least 0. mtbi_s: M, above 0, may be infinite.
-    """
+    """Returns the seconds between two saves, by the formula above; C at least 0, M above 0 or infinite."""
     # Outside of the series' range, which holds for C < 2M.
     if save_s >= 2 * mtbi_s:
         return mtbi_s
@@ -164,13 +150,7 @@ def plan_interval(
     history: Sequence[Mapping[str, float]] = (),
     costs: Costs | None = None,
 ) -> Interval:
-    """Plans the interval that holds at `step`.
-
-    Args:
-        step: whole steps done.
-        history: rows of metrics of the newest steps, oldest first.
-        costs: for `young_daly`; the other cadences ignore them.
-    """
+    """Plans the interval that holds at `step`, by the newest rows of metrics, oldest first."""
     if config.cadence == "fixed":
         return Interval(steps=min(config.every_steps, config.runtime_every_steps), reason="as configured")
     if config.cadence == "continuous":
@@ -195,8 +175,8 @@ def decide(
 
     Args:
         last_save: the step of the last attempted save, or the first step of this attempt.
-        interval: from `plan_interval`; the same number on every rank.
-        under_way: the last save is still being written; `young_daly` and `continuous` do not make training wait for it.
+        interval: the same number on every rank.
+        under_way: the last save is still being written.
     """
     if step <= 0:
         return SaveDue(save=False, reason="nothing has been done yet")
@@ -224,12 +204,13 @@ def decide(
 
 
 def is_partial_due(config: CheckpointConfig, *, step: int, full: SaveDue) -> SaveDue:
-    """Returns whether a partial save is due. A full save that is due contains the partial one."""
+    """Returns whether a partial save is due."""
     every = config.partial_every_steps
     if not every or not config.components:
         return SaveDue(save=False, reason="no partial saves are configured")
     if step <= 0 or step % every:
         return SaveDue(save=False, reason=f"not a multiple of partial_every_steps={every}")
+    # It contains the partial one.
     if full.save:
         return SaveDue(save=False, reason="a full save is made at this step")
     return SaveDue(save=True, reason=f"a multiple of partial_every_steps={every}")

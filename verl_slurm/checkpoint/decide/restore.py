@@ -26,11 +26,7 @@ class RestoreDecision:
 
 
 def decide_resume(names: Iterable[str], verdicts: Mapping[str, Verdict]) -> RestoreDecision:
-    """Chooses the newest checkpoint that verifies.
-
-    Args:
-        names: of the directories among the run's checkpoints, in any order.
-        verdicts: results of the verifications so far.
+    """Chooses the newest checkpoint that verifies, by the names of the directories and the verdicts so far.
 
     A damaged checkpoint is skipped and set aside. One that others may write, and a partial one that somebody has put
     there, is skipped and left in place. One that cannot be read now is waited for.

@@ -4,9 +4,7 @@ keep and drop together are all committed checkpoints; torn, quarantined and fore
 keeps, in this order of reasons:
 
 1. the newest `keep_last`;
-2. older ones, while too few of the kept ones are verified. So a trainer with `keep_last=1` keeps two: the one it has
-   just written, which is not read back yet, and the one before. One stays if it was verified for the plan
-   (`verl-slurm prune`);
+2. older ones, while too few of the kept ones are verified;
 3. with `keep_every=K`, permanently: the first at or after each multiple of K;
 4. with `keep_best=N`, the best N by a metric of their step (`best.py`);
 5. checkpoints in use.
@@ -21,8 +19,7 @@ from verl_slurm.checkpoint.decide.best import Best, latest_reward, rank_best, re
 from verl_slurm.checkpoint.format.info import CheckpointInfo
 
 ASSURED_KEPT = 2
-"""`num_verified` of a trainer that has just saved. It hashed its own checkpoint while writing and has not read it back.
-So one that is known to be whole stays beside it, whatever `keep_last` says."""
+"""`num_verified` of a trainer that has just saved. What it wrote is not read back, so one more stays."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +35,7 @@ class PrunePlan:
     """The plan, newest first.
 
     Attributes:
-        assured: a kept checkpoint is known to verify, so `apply_prune` need not check that itself.
+        assured: enough of the kept ones are known to verify; `apply_prune` need not check that itself.
         working: names kept by rules 1 and 2: a run resumes from these.
     """
 
@@ -58,25 +55,19 @@ def plan_prune(
     num_verified: int | None = None,
     protected: Collection[str] = (),
 ) -> PrunePlan:
-    """Plans to keep at least the newest `keep_last` checkpoints and one in every `keep_every` steps, and to drop the
-    others.
+    """Plans to keep the newest `keep_last` of the committed ones in `infos`, and others by the rules above.
 
     Args:
-        infos: a catalog, in any order; entries that are not committed are ignored.
-        keep_last: at least 1.
-        keep_every: 0: none permanently.
-        best: how many stay because of a metric, and which metric; None: none.
-        verified: names that are known to verify; nothing is dropped while there are too few of them. None: nothing is
-            known; `apply_prune` checks before it drops.
-        num_verified: number of `verified` that must be kept before anything older is dropped. Default: `keep_last`, so
-            an unchecked one is kept in addition, while it is newer.
+        verified: names known to verify; nothing is dropped while they are too few. None: none is known, and
+            `apply_prune` checks before it drops.
+        num_verified: how many of them must be kept before anything older is dropped. Default: `keep_last`.
         protected: names that always stay (one that is being read).
 
     Raises:
-        ValueError: `keep_last` or `num_verified` is below 1 (the newest is never dropped), or `keep_every` or
-            `best.keep` is below 0.
+        ValueError: `keep_last` or `num_verified` is below 1, or `keep_every` or `best.keep` is below 0.
     """
     needed = keep_last if num_verified is None else num_verified
+    # The newest is never dropped.
     if min(keep_last, needed) < 1:
         raise ValueError(f"keep_last is {keep_last} and num_verified {needed}, at least 1")
     if keep_every < 0 or (best is not None and best.keep < 0):

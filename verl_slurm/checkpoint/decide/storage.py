@@ -1,5 +1,4 @@
-"""Judges whether a save fits and whether the medium is healthy: verdicts with reasons. Pure; `medium.py` asks the
-system.
+"""Judges whether a save fits and whether the medium is healthy. Pure; `medium.py` asks the system.
 
 ROOM. `enough` is never a promise, and its reason says so; `not enough` is certain as far as the file system knows.
 
@@ -19,22 +18,21 @@ SLOW_SAVES = 3
 LEAST_LOSS_S = 1.0
 _LEAST_HISTORY = 3
 _WINDOW = 32
+# For rollouts of another length, and a longer history.
 _MARGIN = 0.1
+# Disk space that a file may take beyond its bytes: the rest of its last block.
 _BLOCK_BYTES = 4096
-"""Disk space that a file may take beyond its bytes: the rest of its last block."""
+# Inodes of one save for its directories, the manifest, the hint and temporary names.
 _SPARE_INODES = 16
-"""Inodes of one save for its directories, the manifest, the hint and temporary names."""
 
 HealthKind = Literal["unknown", "well", "slow", "failing"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class FreeSpace:
-    """Free space that the file system reports to a user without privileges; None: it does not report it.
+    """Free space for a user without privileges; None: not reported, and `problem` may say why.
 
-    Attributes:
-        device: number of the file system; equal numbers mean the same one.
-        problem: why it could not be asked.
+    Equal `device` numbers mean the same file system.
     """
 
     bytes: int | None = None
@@ -80,12 +78,7 @@ class Health:
 def need_of_next(
     last_bytes: int, num_files: int, *, copies: int = 1, basis: str = "the last save", margin: float = _MARGIN
 ) -> Need:
-    """Returns what `copies` more checkpoints like the last one need.
-
-    Args:
-        last_bytes, num_files: of that one; for an estimate, `basis` says so.
-        margin: added share, for rollouts of another length and a longer history.
-    """
+    """Returns what `copies` more checkpoints like the last one need, with an added share of `margin`."""
     one = round(last_bytes * (1.0 + margin)) + num_files * _BLOCK_BYTES
     words = basis if copies == 1 else f"{copies} checkpoints like {basis}"
     return Need(bytes=copies * one, inodes=copies * (num_files + _SPARE_INODES), basis=words)

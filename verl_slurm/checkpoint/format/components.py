@@ -19,11 +19,7 @@ _GUEST_OF: dict[str, Guest | None] = {"native": None, "verl": "verl", "command":
 
 
 def partial_domains(config: CheckpointConfig) -> Components:
-    """Lists what a partial save holds; empty if none is configured.
-
-    `optimizer` is one domain: it includes the optimizer state of all models that train, also of components that are
-    left out.
-    """
+    """Lists what a partial save holds; empty if none is configured."""
     wanted: Sequence[str] = config.components
     # One domain for all models: AdamW's state of a component that is left out goes along.
     optimizer: Components = ("optimizer",) if wanted and config.include_optimizer else ()
@@ -32,11 +28,7 @@ def partial_domains(config: CheckpointConfig) -> Components:
 
 
 def require_same_models(manifest: Manifest, config: RunConfig, where: object) -> None:
-    """Refuses to resume with another algorithm: PPO's critic cannot be created from nothing, nor simply be dropped.
-
-    Raises:
-        ConfigError: the checkpoint's run trained by another algorithm than `config` does, or its loop was another one.
-    """
+    """Refuses to resume from another algorithm or kind of loop than `config` has: ConfigError."""
     saved = None if isinstance(manifest.guest, msgspec.UnsetType) else manifest.guest
     # First: models are compared where the loop is ours, and a guest's manifest names none.
     if saved != _GUEST_OF[config.trainer.backend]:
@@ -52,6 +44,7 @@ def require_same_models(manifest: Manifest, config: RunConfig, where: object) ->
         return
     trained = trained_roles(config.train)
     former = "?" if isinstance(manifest.algorithm, msgspec.UnsetType) else manifest.algorithm
+    # PPO's critic cannot be created from nothing, nor simply be dropped.
     if (former, manifest.roles) != (config.train.algorithm, trained):
         raise ConfigError(
             "the checkpoint is of another algorithm",
@@ -64,11 +57,7 @@ def require_same_models(manifest: Manifest, config: RunConfig, where: object) ->
 
 
 def require_full(manifest: Manifest, where: object) -> None:
-    """Refuses to resume from a partial checkpoint.
-
-    Raises:
-        ConfigError: it is partial.
-    """
+    """Refuses to resume from a partial checkpoint: ConfigError."""
     # Empty means full.
     if manifest.components:
         raise ConfigError(
@@ -81,13 +70,10 @@ def require_full(manifest: Manifest, where: object) -> None:
 
 
 def require_own(manifest: Manifest, directory: Path) -> None:
-    """Refuses a guest's checkpoint: its content has the format of that loop already.
-
-    Raises:
-        ConfigError: a guest saved it.
-    """
+    """Refuses a checkpoint that a guest saved: ConfigError."""
     if isinstance(manifest.guest, msgspec.UnsetType):
         return
+    # Its content has the format of that loop already.
     own = directory / guest_directory(manifest.guest, manifest.step)
     tool = "`python -m verl.model_merger`" if manifest.guest == "verl" else "`torch.load`"
     if manifest.domains:

@@ -93,13 +93,7 @@ class _Chunks:
 
 
 class ChunkSealer(_Chunks):
-    """Seals the chunks of one file, in any order, from any number of threads.
-
-    Args:
-        key: `CheckpointCipher.file_key(path)`.
-        path: as in the manifest.
-        plain_size: bytes of the whole file; must be known before the first chunk.
-    """
+    """Seals the chunks of one file of `plain_size` bytes, in any order, from any number of threads."""
 
     def __init__(self, key: Secret, path: str, plain_size: int) -> None:
         super().__init__(key, path, plain_size)
@@ -107,17 +101,12 @@ class ChunkSealer(_Chunks):
         self._tags: dict[int, bytes] = {}
 
     def seal_into(self, index: int, plaintext: memoryview, out: memoryview) -> bytes:
-        """Encrypts one chunk into `out`, without a copy in between and without the interpreter lock.
+        """Encrypts the chunk `plaintext` into `out`, which must not overlap it; returns the chunk's tag.
 
-        Args:
-            plaintext: contiguous bytes, `length(index)` of them. Not changed.
-            out: of the same length. Must not overlap `plaintext`.
-
-        Returns:
-            The tag, TAG_BYTES, for entry `index` of the table.
+        Runs without the interpreter lock.
 
         Raises:
-            ValueError: the length differs, or the chunk was sealed before with other bytes; `out` then holds zeros.
+            ValueError: a length differs; or it was sealed before with other bytes, and `out` holds zeros.
         """
         from cryptography.hazmat.primitives.ciphers import Cipher, modes
 
@@ -141,11 +130,10 @@ class ChunkOpener(_Chunks):
     """Opens the chunks of one file, in any order, from any number of threads."""
 
     def open_into(self, index: int, ciphertext: memoryview, tag: bytes, out: memoryview) -> None:
-        """Decrypts one chunk into `out`, without a copy in between and without the interpreter lock.
+        """Decrypts one chunk into `out`, without the interpreter lock.
 
         Raises:
-            CheckpointCorrupt: the bytes are not those sealed as this chunk of this file of this checkpoint; `out` then
-                holds zeros.
+            CheckpointCorrupt: not the bytes sealed as this chunk of this file; `out` then holds zeros.
             ValueError: lengths that do not fit.
         """
         from cryptography.exceptions import InvalidTag
@@ -172,11 +160,7 @@ class ChunkOpener(_Chunks):
 
 
 class CheckpointCipher:
-    """Encrypts and decrypts the files of one checkpoint with one key.
-
-    Attributes:
-        record: the content of `Manifest.encryption`.
-    """
+    """Encrypts and decrypts the files of one checkpoint; `record`: the content of `Manifest.encryption`."""
 
     def __init__(self, key: MasterKey, name: str, record: Encryption) -> None:
         self.record = record
@@ -190,14 +174,9 @@ class CheckpointCipher:
 
     @classmethod
     def of(cls, manifest: Manifest, keys: Keyring | None, *, where: object) -> Self | None:
-        """Returns the cipher for reading; None if the checkpoint is not encrypted.
-
-        `signature.authenticate` has already decided whether an unencrypted one may be read with a key configured.
-
-        Raises:
-            KeyRefused: it is encrypted, and there is no key or another one.
-        """
+        """Returns the cipher for reading; None: nothing is encrypted. KeyRefused: the key is not there."""
         record = manifest.encryption
+        # Whether it may be read, with a key configured, `signature.authenticate` has decided already.
         if isinstance(record, msgspec.UnsetType):
             return None
         if keys is None:

@@ -19,11 +19,7 @@ a key that we lack. Damaged checkpoints may be set aside; the others may be good
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One fault at one path of a checkpoint.
-
-    Attributes:
-        path: relative to the checkpoint; `.` is the checkpoint itself.
-    """
+    """One fault, at one path relative to the checkpoint; `.` is the checkpoint itself."""
 
     path: str
     what: str
@@ -38,11 +34,9 @@ class Verdict:
     """Result of a full check of one directory.
 
     Attributes:
-        ok: it is, byte for byte, what was committed.
-        problems: every fault found; empty exactly when `ok`.
+        ok: it is, byte for byte, what was committed; only then is `problems` empty.
         manifest: present when the manifest itself verified.
         num_bytes: read and hashed.
-        seconds: duration of the check.
     """
 
     name: str
@@ -64,25 +58,20 @@ class Verdict:
 
     @property
     def damaged(self) -> bool:
-        """Returns whether its bytes differ beyond doubt from those that were committed; nothing else permits setting it
-        aside."""
+        """Returns whether its bytes differ beyond doubt; nothing else permits setting it aside."""
         # One file that cannot be read now leaves it open whether the storage also gave the damage.
         return any(p.kind == "damaged" for p in self.problems) and not any(
             p.kind in {"unreadable", "version"} for p in self.problems
         )
 
     def require(self, what: str, where: Path, remedy: str | None = None) -> Manifest:
-        """Returns the manifest of a checkpoint that verified.
-
-        Raises:
-            CheckpointCorrupt: it did not; `what` is said, with the problems.
-        """
+        """Returns the manifest of a checkpoint that verified; else CheckpointCorrupt with the problems."""
         if not self.ok or self.manifest is None:
             raise CheckpointCorrupt(what, where=where, found=self.one_line(), remedy=remedy)
         return self.manifest
 
     def one_line(self, limit: int = 3) -> str:
-        """Returns `step_000012: ok, 120 bytes` or the first problems."""
+        """Returns `step_000012: verified, 120 bytes`, or the first `limit` problems."""
         if self.ok:
             return f"{self.name}: verified, {self.num_bytes} bytes"
         more = len(self.problems) - limit
@@ -98,7 +87,7 @@ class CheckpointInfo:
         step, safe_point: from the name; -1 if it has none.
         num_bytes: of its files by the manifest; 0 without one.
         metrics: of the step it ends, by name; empty for one from the middle of a step.
-        detail: why it has its kind, when that is not `committed`.
+        detail: why its kind is not `committed`.
     """
 
     kind: Kind

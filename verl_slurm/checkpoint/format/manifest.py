@@ -1,6 +1,4 @@
-"""Turns a manifest into JSON and back, and computes its digest (`specification.py`, section 2). Bytes only, no
-files.
-"""
+"""Turns a manifest into JSON and back, and computes its digest (`specification.py`, section 2)."""
 
 import hashlib
 import json

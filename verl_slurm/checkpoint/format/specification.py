@@ -7,7 +7,7 @@ RUN/checkpoints/                      0700
   step_000012/                        after 12 whole steps
   step_000012_sp0007/                 7 safe points into the step after those
     manifest.json                     the commit record (section 2)
-    schema_version.json               `schema.SchemaVersion`: signatures of the state classes
+    schema_version.json               `state_schema.SchemaVersion`: signatures of the state classes
     metadata.json                     step, learning rates, metric history, time: for people
     config.yaml                       the resolved configuration
     orchestration.json                data files, device groups, topology: as at the first start
@@ -62,8 +62,6 @@ ASCII with \\u escapes, numbers as Python's `json` writes them. Layout and key o
 
 `metrics` are the numbers of the step that the checkpoint ends, finite ones only; not there in one from the middle of
 a step. They are never encrypted: a list of checkpoints shows which is the best, without a key.
-
-`algorithm` is of every checkpoint of our own loop.
 
 A field that is added, or a value of a closed one, raises FORMAT_VERSION: code of another version refuses what it does
 not know, and without another version it would take the checkpoint for a damaged one and set it aside.

@@ -92,11 +92,7 @@ def render_schema(schema: SchemaVersion) -> bytes:
 
 
 def parse_schema(data: bytes, *, where: object) -> SchemaVersion:
-    """Parses the schema in `data`; its id must follow from its classes.
-
-    Raises:
-        CheckpointCorrupt: it does not.
-    """
+    """Parses the schema. CheckpointCorrupt: it does not decode, or its id is not that of its classes."""
     try:
         schema = bounded.decode_json(data, SchemaVersion, bounded.SMALL)
         # The id decides whether the state is read, and the classes explain a refusal: they must belong together.
@@ -118,12 +114,7 @@ def _unreadable(where: object, error: Exception) -> CheckpointCorrupt:
 
 
 def read_schema(checkpoint: Path) -> SchemaVersion:
-    """Reads the schema of a checkpoint that verifies.
-
-    Raises:
-        CheckpointCorrupt: see `parse_schema`; or the file exceeds its limit.
-        OSError: the storage did not deliver it.
-    """
+    """Reads the schema of a checkpoint that verifies. Raises as `parse_schema`; OSError of the storage."""
     where = checkpoint / SCHEMA_VERSION
     try:
         data = bounded.read_regular(where, bounded.SMALL)
@@ -153,11 +144,7 @@ def differences(saved: SchemaVersion, current: SchemaVersion) -> list[str]:
 
 
 def check_schema(saved: SchemaVersion, current: SchemaVersion, *, where: object) -> None:
-    """Refuses a checkpoint whose layout the code of `current` does not read.
-
-    Raises:
-        SchemaMismatch: the layout differs; the error lists every difference.
-    """
+    """Refuses a layout that the code of `current` does not read: SchemaMismatch, with every difference."""
     # An entry was judged for one layout of this code. After the next change it no longer counts until it is looked at
     # again.
     read_too = {older.schema_id for older in OLDER_LAYOUTS if older.read_by == current.schema_id}

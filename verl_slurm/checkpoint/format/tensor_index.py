@@ -98,8 +98,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return Piece(file=tensor_file(self.ranks[number]), at=self.at, offset=tuple(offset), shape=self.shape)
 
     def between(self, low: int, high: int) -> Iterator["Piece"]:
-        """Yields the boxes, each by itself, that may have elements from `low` to below `high` along `axis`; all of a
-        piece that is no run."""
+        """Yields the boxes that may have elements from `low` to below `high` along `axis`; no run: itself."""
         if self.count == 1:
             yield self
             return
@@ -154,11 +153,7 @@ def render_index(index: TensorIndex) -> bytes:
 
 
 def parse_index(data: bytes, *, where: object, limit: bounded.Limit = bounded.INDEX) -> TensorIndex:
-    """Parses the index in `data` and checks it by itself; the manifest checks the sizes of files.
-
-    Raises:
-        CheckpointCorrupt: it violates this module's specification.
-    """
+    """Parses the index and checks it by itself. CheckpointCorrupt: it violates this specification."""
     try:
         index = bounded.decode_json(data, TensorIndex, limit, doubles=False)
         # An index in our own rendering has no key twice; the search for doubled keys takes as long as all the rest.
@@ -177,16 +172,13 @@ def parse_index(data: bytes, *, where: object, limit: bounded.Limit = bounded.IN
 
 
 def slabs(entry: TensorEntry, num_bytes: int) -> Iterator[TensorEntry]:
-    """Cuts the tensor into parts of at most `num_bytes` each, in C order: each is an entry of its own, in the same
-    files.
-
-    The cuts depend on type and shape alone, so two layouts of one tensor are cut alike.
-    """
+    """Cuts the tensor into entries of at most `num_bytes` each, in C order."""
     # A scalar has no dimension to cut.
     if entry.num_bytes <= num_bytes or not entry.shape:
         yield entry
         return
     entry = entry.without_runs()
+    # By type and shape alone, so that two layouts of one tensor are cut alike.
     row = entry.num_bytes // entry.shape[0]
     for part in _cut(entry, max(1, num_bytes // row)):
         if part.num_bytes <= num_bytes:
@@ -223,7 +215,6 @@ def _rows_of(piece: Piece, start: int, stop: int, element_bytes: int) -> Piece:
 
 
 def _only_row(entry: TensorEntry) -> TensorEntry:
-    """Returns a tensor of one row without its first dimension."""
     pieces = tuple(
         Piece(file=piece.file, at=piece.at, offset=piece.offset[1:], shape=piece.shape[1:])
         for piece in entry.pieces
@@ -274,14 +265,14 @@ def _run_shape(piece: Piece) -> _Shape:
 
 
 def _refuse_overlap(name: str, pieces: list[Piece]) -> None:
-    """Refuses overlapping boxes. After sorting along the most-cut dimension, comparing neighbours is enough."""
     if not pieces:
         return
     if not pieces[0].shape:
         if len(pieces) > 1:
             raise ValueError(f"{name}: two pieces of a scalar")
         return
-    # Along the dimension with the most cuts the fewest pieces stand side by side.
+    # Along the dimension with the most cuts the fewest pieces stand side by side. After sorting along it, a piece is
+    # compared with those alone that have not ended before it begins.
     axis = max(range(len(pieces[0].shape)), key=lambda d: len({piece.offset[d] for piece in pieces}))
     # Ranks cut a tensor into few boxes that meet along this axis. A hostile index may have all of them meet, and each
     # pair would be compared.

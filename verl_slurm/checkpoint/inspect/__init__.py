@@ -1,1 +1,1 @@
-"""Shows checkpoints to people: describe, compare, export."""
+"""Shows checkpoints to people: describe, compare."""

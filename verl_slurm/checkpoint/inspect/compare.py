@@ -38,18 +38,13 @@ from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.runtime_state.format import RUNTIME_STATE_FILE
 
 SUBJECTS = ("position", "schema", "config", "topology", "data", "frozen", "tensors")
+# Tensors are read in slabs and groups of so many bytes at most: how large one is, a stranger may have said.
 _GROUP_BYTES = 32 << 20
-"""Tensors are read in slabs and groups of so many bytes at most: how large one is, a stranger may have said."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """One difference; None: that side lacks it.
-
-    Attributes:
-        subject: one of SUBJECTS.
-        key: the differing key, dotted.
-    """
+    """One difference, by a dotted key of one of SUBJECTS; None: that side lacks it."""
 
     subject: str
     key: str
@@ -81,9 +76,6 @@ def difference(
 ) -> list[Difference]:
     """Lists every difference of two checkpoint directories, by subject and key; empty if there is none.
 
-    Args:
-        keys_a, keys_b: of their runs, if they have some.
-
     Raises:
         NotFound: one of them is no whole checkpoint.
         CheckpointCorrupt: a file that was read is not what was committed.
@@ -100,9 +92,6 @@ def difference(
 
 def compare(a: Path, b: Path, keys_a: Keyring | None = None, keys_b: Keyring | None = None) -> Comparison:
     """Compares two checkpoint directories bit for bit.
-
-    Args:
-        keys_a, keys_b: of their runs, if they have some.
 
     Raises:
         KeyRefused: one needs a key that is missing.
@@ -187,7 +176,7 @@ def _tensors(indexes: Mapping[str, TensorIndex | FileEntry]) -> dict[str, object
 
 
 def _own_files(manifest: Manifest) -> dict[str, object]:
-    """Names the files of a guest's checkpoint; their content belongs to that loop."""
+    # Then `_tensors` lists what it holds. The content of a framework's files belongs to that framework.
     if manifest.domains:
         return {}
     # Sizes, not digests: some of these files differ in any two saves.
@@ -215,7 +204,6 @@ def _verified(directory: Path, keys: Keyring | None) -> CheckpointReader:
 
 
 def _is_state(path: str) -> bool:
-    """Returns whether a guest's file holds state."""
     # torch.distributed.checkpoint gives each save a number of its own in `.metadata`.
     return "/" in path and not path.endswith("/.metadata")
 
@@ -264,7 +252,6 @@ def _digests(reader: CheckpointReader, domain: str, entries: Mapping[str, Tensor
 
 
 def _groups(entries: Mapping[str, TensorEntry]) -> Iterator[list[tuple[str, TensorEntry]]]:
-    """Yields slabs to be read at once, of each tensor in order."""
     group: list[tuple[str, TensorEntry]] = []
     size = 0
     for name, entry in entries.items():

@@ -22,9 +22,6 @@ from verl_slurm.config import strict_yaml
 class Look(CheckpointReader):
     """Reads a checkpoint for a person: an error of the storage is one line that tells what to do.
 
-    Not `verify`: reading every byte would take minutes and prove more than was asked. Each file that is shown is
-    checked by itself.
-
     Raises:
         NotFound: there is no checkpoint.
         PermissionRefused: it may not be read.
@@ -32,6 +29,8 @@ class Look(CheckpointReader):
     """
 
     def __init__(self, directory: Path, keys: Keyring | None = None) -> None:
+        # Not `verify`: reading every byte would take minutes and prove more than was asked. Each file that is shown is
+        # checked by itself.
         try:
             super().__init__(directory, keys)
         except OSError as error:
@@ -53,10 +52,7 @@ class Look(CheckpointReader):
             ) from error
 
     def indexes(self) -> dict[str, TensorIndex | FileEntry]:
-        """Maps each domain of the checkpoint to its tensors; errors as `read`.
-
-        An index that is too large for a look (`bounded.SHOWN_INDEX`) is represented by its entry in the manifest.
-        """
+        """Maps each domain to its tensors, or to its index's entry if that is too large for a look."""
         entries = {domain: self.entries.get(f"{domain}/{INDEX}") for domain in self.manifest.domains}
         # By the manifest's size, before a byte is read. A load reads larger ones.
         limit = bounded.SHOWN_INDEX
@@ -69,8 +65,7 @@ class Look(CheckpointReader):
         }
 
     def json(self, path: str) -> dict[str, Any]:
-        """Returns one of the JSON files as a map. Errors as `read`, and CheckpointCorrupt if it is no JSON map. Empty
-        if a guest's checkpoint has no such file."""
+        """Returns a JSON file as a map; empty where a guest's checkpoint has none. Errors as `read`."""
         if self.manifest.guest is not msgspec.UNSET and path not in GUEST_FILES:
             return {}
         try:
@@ -79,12 +74,7 @@ class Look(CheckpointReader):
             raise _bad(self.directory / path, error, "JSON") from error
 
     def config(self) -> dict[str, object]:
-        """Returns config.yaml by dotted key, as written; keys of other versions are accepted.
-
-        Raises:
-            CheckpointCorrupt: see `read`.
-            ConfigError: it is outside our subset of YAML.
-        """
+        """Returns config.yaml by dotted key, as written. Errors as `read`; ConfigError: outside our YAML."""
         # Parsed, not checked against the schema: one of another version may have other keys and is shown all the same.
         return flat(strict_yaml.parse(self.read("config.yaml"), str(self.directory / "config.yaml")).data)
 

@@ -20,15 +20,12 @@ from verl_slurm.checkpoint.format.tensor_index import TensorIndex
 from verl_slurm.checkpoint.inspect.contents import Look
 from verl_slurm.runtime_state.format import RUNTIME_STATE_FILE
 
+# Steps of history that are shown.
 _TAIL = 32
-"""Steps of history that are shown."""
 
 
 def describe(directory: Path, keys: Keyring | None = None) -> dict[str, Any]:
     """Returns all that `verl-slurm inspect` shows, as plain values for JSON.
-
-    Args:
-        keys: of the run, if it has some.
 
     Raises:
         NotFound: there is no whole checkpoint.
@@ -113,8 +110,7 @@ def _parts(manifest: Manifest) -> list[dict[str, Any]]:
 
 
 def _domain(name: str, index: TensorIndex | FileEntry) -> dict[str, Any]:
-    """Returns number, elements and bytes of a domain's tensors, in total and by type; for an index too large to list,
-    its size."""
+    """Returns number, elements and bytes of a domain's tensors; of an index too large to list, its size."""
     if isinstance(index, FileEntry):
         return {
             "domain": name,
@@ -140,7 +136,7 @@ def _domain(name: str, index: TensorIndex | FileEntry) -> dict[str, Any]:
 
 
 def _tensors(domain: str, index: TensorIndex | FileEntry) -> Iterable[dict[str, Any]]:
-    """Returns one row per tensor, by name; `pieces`: number of boxes that the ranks cut it into."""
+    """Yields one row per tensor, by name; `pieces`: number of boxes that the ranks cut it into."""
     for name, entry in sorted(index.tensors.items()) if isinstance(index, TensorIndex) else ():
         yield {
             "domain": domain,

@@ -39,11 +39,8 @@ _RANKS = {"committed": 0, "torn": 1, "quarantined": 2, "foreign": 3}
 def list_checkpoints(paths: RunPaths, *, partial: bool = False) -> list[CheckpointInfo]:
     """Lists every entry, committed ones first, each kind newest first. No directory: an empty list.
 
-    `committed` says that the manifest is whole, not that its files are: use `verify` for that.
-
-    Args:
-        partial: for `RunPaths.partial`: there partial checkpoints are the committed ones, and full ones are foreign;
-            everywhere else it is the other way round.
+    `committed` says that the manifest is whole, not that its files are: use `verify` for that. With
+    `partial`, for `RunPaths.partial`, partial checkpoints are the committed ones, and full ones are foreign.
 
     Raises:
         OSError: the checkpoint directory cannot be read.
@@ -70,11 +67,7 @@ def list_checkpoints(paths: RunPaths, *, partial: bool = False) -> list[Checkpoi
 
 
 def newest_checkpoint(run: Path) -> Path:
-    """Returns the newest committed checkpoint of a run.
-
-    Raises:
-        NotFound: it has none.
-    """
+    """Returns the newest committed checkpoint of a run; NotFound: it has none."""
     committed = [info.path for info in list_checkpoints(RunPaths(run)) if info.kind == "committed"]
     if not committed:
         raise NotFound(
@@ -84,13 +77,11 @@ def newest_checkpoint(run: Path) -> Path:
 
 
 def newest_listed(paths: RunPaths) -> CheckpointInfo | None:
-    """Returns the newest checkpoint by its name and its manifest's own words, for tools that scan a thousand runs.
+    """Returns the newest checkpoint by its name and its manifest's own words, for tools that scan a thousand
+    runs.
 
-    The manifest's digest and paths are not checked, which takes 20 to 50 times as long. So this result alone must not
-    decide what is resumed, copied or dropped. One manifest is read, if that one is good.
-
-    Raises:
-        OSError: the directory of checkpoints cannot be read.
+    This alone must not decide what is resumed, copied or dropped: digest and paths are not checked. OSError:
+    the directory of checkpoints cannot be read.
     """
     try:
         names = os.listdir(paths.checkpoints)
@@ -101,6 +92,7 @@ def newest_listed(paths: RunPaths) -> CheckpointInfo | None:
     for name in sorted(orders, key=lambda name: orders[name], reverse=True):
         path = paths.checkpoints / name
         try:
+            # A check of digest and paths would take 20 to 50 times as long.
             data = bounded.read_regular(path / MANIFEST, bounded.MANIFEST)
             # Before it is decoded: small JSON can become a multiple of its size in objects.
             bounded.check_json(data, bounded.MANIFEST)
@@ -126,8 +118,7 @@ def _children(paths: RunPaths, directory: Path) -> list[Path]:
 
 
 def _is_ours(paths: RunPaths, path: Path) -> bool:
-    """Returns whether a name belongs to the layout without being a checkpoint: the hint, its temporary files and the
-    quarantine."""
+    """Returns whether it is the hint, one of its temporary files, or the quarantine."""
     return path in (paths.latest, paths.quarantine) or (
         path.name.startswith(f".{paths.latest.name}.") and path.name.endswith(".tmp")
     )

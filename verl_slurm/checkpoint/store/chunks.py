@@ -2,8 +2,7 @@
 
 A file of one chunk has the SHA-256 of its content as its digest. A larger file has the SHA-256 of its chunks' SHA-256
 digests (32 bytes each), concatenated. So all cores can hash one file, chunks are checked in any order, a part of a file
-is checked without the rest, and damage is located. The manifest binds digest and size, and holds the leaves of files of
-several chunks.
+is checked without the rest, and damage is located.
 """
 
 import bisect
@@ -134,8 +133,6 @@ class _Open:
 
 @dataclass
 class _Chunk:
-    """One chunk of a file, and the buffer to read it into."""
-
     file: _Open
     number: int
     buffer: "_Buffer"
@@ -166,11 +163,10 @@ def read_checked(
 
     Args:
         root: descriptor of the checkpoint's directory.
-        threads: that read and hash, each with a buffer of 4 MiB; waiting chunks add up to 128 MiB. Default: 2 per core.
+        threads: each with a buffer of 4 MiB; waiting chunks add up to 128 MiB. Default: 2 per core.
         on_problem: called with the path and its fault, or the error; from any thread, one at a time.
         from_medium: bypass the page cache where possible.
         bytes_per_s: one thread, which pauses so as to read no faster; None: no limit.
-        hasher: default: the process's for a reading.
     """
     # Two per core: the disk has work while the cores have (on 2 cores 1.14 × a plain read; one per core: 1.81 ×).
     threads = 1 if bytes_per_s else threads or 2 * num_threads()
@@ -208,7 +204,6 @@ class _Work:
             self._buffers.put(None)  # allocated on first use; a used one is taken first
 
     def on_threads(self) -> int:
-        """Runs all reads and checks; returns the bytes read."""
         with ThreadPoolExecutor(max_workers=self._threads, thread_name_prefix="read") as pool:
             done = []
             # This thread reads, too, in case the machine has no other to spare: unread chunks are not known to be
@@ -311,7 +306,6 @@ class _Work:
         return None
 
     def _fill(self, chunk: _Chunk) -> int:
-        """Reads a chunk into its buffer; returns the bytes read."""
         file, entry = chunk.file, chunk.file.reading.entry
         if file.failed:
             return 0

@@ -1,14 +1,11 @@
-"""Turns a staging directory into a committed checkpoint (`specification.py`, section 4). Every commit goes through
-here.
+"""Turns a staging directory into a committed checkpoint (`specification.py`, section 4).
 
-A name may be taken. Two saves at the same safe point hold the same state. So a directory of that name that verifies is
-kept, and ours is dropped: replacing it would mean a moment without either. A damaged one is first moved to quarantine.
-Nothing is ever removed to make room.
+A name may be taken. One that verifies is kept, and ours is dropped: two saves at the same safe point hold the
+same state. A damaged one is first moved to quarantine. Nothing is ever removed to make room.
 
-The exception is a checkpoint of another number of ranks, or of other parts. Safe points are counted on each rank, so
-the sixth of four ranks is further on than the sixth of two, and numbers at the same place differ by rounding. Then ours
-takes the name, and the other one waits in quarantine, bound to our staging directory. If that directory still exists at
-the next start, we died in between, and `sweep` puts the other one back.
+The exception is a checkpoint of another number of ranks, or of other parts. Then ours takes the name, and the
+other one waits in quarantine, bound to our staging directory. If that directory still exists at the next
+start, we died in between, and `sweep` puts the other one back.
 """
 
 import os
@@ -61,12 +58,7 @@ class SavedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class StagingDirectory:
-    """A checkpoint that is being written.
-
-    Attributes:
-        directory: every rank writes here; rank 0 broadcasts its last name.
-        final: the name that the rename gives it.
-    """
+    """A checkpoint that is being written in `directory`, by every rank; the commit renames it to `final`."""
 
     directory: Path
     final: Path
@@ -75,10 +67,7 @@ class StagingDirectory:
 
 
 def begin(paths: RunPaths, step: int, safe_point: int) -> StagingDirectory:
-    """Make an empty staging directory, 0700, with a name nobody can guess.
-
-    Runs on rank 0.
-    """
+    """Makes an empty staging directory, 0700, with a name nobody can guess. Runs on rank 0."""
     # Durable before anything lies in it: a power cut otherwise takes the directory's own name, and with it the run's
     # first checkpoint.
     private_dir(paths.checkpoints)
@@ -90,25 +79,18 @@ def begin(paths: RunPaths, step: int, safe_point: int) -> StagingDirectory:
 
 
 def name_staging(paths: RunPaths, step: int, safe_point: int) -> StagingDirectory:
-    """The same, with nothing made yet: no storage is asked, and none can hold us up (`files.make_private`)."""
+    """Names a staging directory and makes nothing: no storage is asked, and none can hold us up."""
     final = paths.checkpoint(step, safe_point)
     directory = paths.staging(final, secrets.token_hex(8))
     return StagingDirectory(directory=directory, final=final, step=step, safe_point=safe_point)
 
 
 def seal(staging_dir: Path, files: Iterable[str]) -> list[FileEntry]:
-    """Makes `files` durable and returns their sizes and digests. Runs on every rank, for its own files.
-
-    Args:
-        staging_dir: `StagingDirectory.directory`.
-        files: paths below it that this rank wrote and has closed, `actor/index.json`.
-
-    Returns:
-        One entry per file, in the order given.
+    """Makes `files` below a directory durable; returns their entries. Runs on every rank, for its own files.
 
     Raises:
-        OSError: a file is missing, a link, or could not be made durable. The save is then lost: after a failed fsync
-            the kernel may have dropped the pages, and a second fsync would report a false success.
+        OSError: a file is missing, a link, or could not be made durable. The save is then lost.
+        ValueError: a path that no manifest may hold.
     """
     names = list(files)
     for name in names:
@@ -225,6 +207,8 @@ def _judge_taken_name(
 
 def _difference(other: Manifest, ours: Manifest) -> str:
     """Returns why the state in `other`, of the same name, is not ours; empty if it is."""
+    # Safe points are counted on each rank: the sixth of four ranks is further on than the sixth of two, and numbers at
+    # the same place differ by rounding.
     for what in ("world_size", "topology", "components"):
         theirs, mine = getattr(other, what), getattr(ours, what)
         if theirs != mine:
@@ -244,16 +228,12 @@ def _rename(staging: StagingDirectory, manifest: Manifest) -> None:
 
 
 def abort(staging: StagingDirectory) -> None:
-    """Remove a staging directory that will not be committed; gone already is fine.
-
-    Runs on rank 0.
-    """
+    """Removes a staging directory that will not be committed; a missing one is no error. Runs on rank 0."""
     _remove(staging.directory)
 
 
 def sweep(paths: RunPaths) -> list[Path]:
-    """Removes leftovers of dead saves and prunes, and returns them. First puts back what a dead save had begun to
-    replace."""
+    """Puts back what a dead save had begun to replace; removes and returns what saves and prunes left."""
     removed = []
     names = sorted(names_in(paths.run, paths.checkpoints))
     # Before anything is removed: a checkpoint that was set aside for a save that died comes back first, while the
@@ -283,15 +263,16 @@ def _seal_file(root: int, name: str) -> FileEntry:
             raise OSError(f"{name} is not a regular file")
         # Frameworks write with the user's umask; a checkpoint holds weights and rollouts.
         os.fchmod(fd, 0o600)
+        # Once: after a failure the kernel may have dropped the pages, and a second fsync would report a false success.
         os.fsync(fd)  # noqa: TID251 - by descriptor
         # Hashed after the fsync and from the same descriptor, so that digest and durable bytes are of one file.
         return hash_file(fd, name)
 
 
 def _check_sealed(staging: StagingDirectory, manifest: Manifest) -> None:
-    """The tree must hold what was sealed and nothing else: all else, nobody made durable."""
     wanted = {entry.path: entry.size for entry in manifest.files}
     with open_directory(staging.directory) as root:
+        # All else that is there, nobody made durable.
         # Sizes alone: every byte is read back by the lead's verification after the commit.
         there = {e.path: (e.kind, e.info.st_size) for e in list_tree(root) if e.kind != "directory"}
     wrong = [f"{path}: not sealed" for path in sorted(there.keys() - wanted.keys())]

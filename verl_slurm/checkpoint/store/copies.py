@@ -45,7 +45,6 @@ class ObjectInfo:
     """One object as its place lists it.
 
     Attributes:
-        size: bytes.
         stamp: changes when the object is replaced (ETag, or inode and time); compared for equality alone.
         sha256: the digest by which `put` stored it, if the user has chosen to believe this place; of `stat` alone.
     """
@@ -68,13 +67,14 @@ class CopyPlace(Protocol):
         ...
 
     def read(self, key: str, offset: int = 0, size: int | None = None) -> Iterator[bytes]:
-        """Yields bytes of an object in order, from the medium and not from memory; none beyond its end. No such object:
-        TierError."""
+        """Yields bytes of an object in order, from the medium, none beyond its end. No object: TierError."""
         ...
 
     def put(self, key: str, entry: FileEntry, source: Source) -> int:
-        """Makes `key` hold `source`; replaces what is there. Returns the bytes that were sent, without those of former
-        attempts. `entry` has their size and digest; the place need not check them."""
+        """Makes `key` hold `source`; replaces what is there. Returns the bytes that this call sent.
+
+        `entry` has their size and digest; the place need not check them.
+        """
         ...
 
     def commit(self, key: str, data: bytes) -> bool:
@@ -260,8 +260,7 @@ def checked(blocks: Iterable[bytes], entry: FileEntry) -> Iterator[bytes]:
     """Yields all bytes of a file in order, each block once it is checked as far as a whole chunk of it goes.
 
     Raises:
-        CheckpointCorrupt: the bytes are not those of `entry`, at the first chunk that is wrong: a damaged terabyte is
-            read only up to the damage, and a stream without end only one byte too far. `found` is a short clause.
+        CheckpointCorrupt: they are not those of `entry`, at the first wrong chunk; `found` is a short clause.
     """
     problem = leaf_problem(entry)
     size, digest = 0, hashlib.sha256()
@@ -272,6 +271,7 @@ def checked(blocks: Iterable[bytes], entry: FileEntry) -> Iterator[bytes]:
             piece = view[: CHUNK_BYTES - size % CHUNK_BYTES]
             digest.update(piece)
             size, view = size + len(piece), view[len(piece) :]
+            # So a stream without end is read one block too far at most.
             if size > entry.size:
                 problem = f"more than the expected {entry.size} bytes"
             elif size % CHUNK_BYTES == 0 or size == entry.size:
@@ -298,17 +298,14 @@ def _chunk_problem(entry: FileEntry, end: int, digest: str) -> str:
 
 
 def content_problem(place: CopyPlace, key: str, entry: FileEntry) -> str:
-    """Returns an empty text when `key` holds what `entry` says, every byte read back; otherwise a short clause.
-
-    Raises:
-        TierError: the place did not answer.
-    """
+    """Returns why `key` does not hold what `entry` says, every byte read back; empty: it does."""
     info = place.stat(key)
     if info is None:
         return "missing"
     if info.size != entry.size:
         return f"size {info.size}, expected {entry.size}"
     if info.sha256:
+        # The user believes this place: nothing is read back.
         return "" if info.sha256 == entry.sha256 else f"sha256 {info.sha256}, expected {entry.sha256}"
     try:
         for _ in checked(place.read(key), entry):
@@ -325,11 +322,10 @@ def copy_file(
     *,
     until: float | None = None,
 ) -> int:
-    """Makes the target, a place and a key, hold one file of a checkpoint, read back; returns the bytes sent. A whole
-    one that is there is kept.
+    """Makes the target, a place and a key, hold one file of a checkpoint, read back; returns the bytes sent.
 
     Args:
-        sources: places and keys, tried in this order: what is damaged in one may be whole in the next.
+        sources: places and keys, tried in this order.
         until: `time.monotonic` after which a source is too slow; None: no limit.
 
     Raises:
@@ -341,6 +337,7 @@ def copy_file(
     if not content_problem(place, key, entry):
         return 0
     damaged: CheckpointCorrupt | None = None
+    # What is damaged in one may be whole in the next.
     for source, path in sources:
         try:
             return _copy(source, path, place, key, entry, until)

@@ -30,8 +30,8 @@ from verl_slurm.dataset.fingerprint.stored_tree import record_tree, store_tree
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _BLOCK = 4 << 20
+# Bytes of copies that a start waits for: until they are made, and until they are read back.
 _STORED_AT_ONCE, _READ_AT_ONCE = 1 << 30, 16 << 20
-"""Bytes of copies that a start waits for: until they are made, and until they are read back."""
 _Contents = dict[str, tuple[int, str]]
 """Path → size and SHA-256; an empty directory's is empty."""
 
@@ -43,14 +43,7 @@ def frozen_digests(paths: RunPaths) -> list[str]:
 
 
 def check_frozen(paths: RunPaths, digest: str, *, bytes_per_s: float | None = None) -> Verdict:
-    """Reads one copy back. Runs at every start.
-
-    Args:
-        bytes_per_s: read no faster; None: no limit.
-
-    Returns:
-        The verdict; `damaged` if bytes differ beyond doubt. Never raises for what it finds.
-    """
+    """Reads one copy back, no faster than `bytes_per_s`, at every start. Never raises for what it finds."""
     began = time.monotonic()
     problems: list[Problem] = []
     found: _Contents = {}
@@ -140,9 +133,6 @@ def store_frozen(
 ) -> Path:
     """Ensures a whole copy of the model directory `source` under its digest; returns its place. Runs on rank 0.
 
-    An existing copy is read back, every byte. A copy that cannot be read now stays: it may be readable at the next
-    start.
-
     Args:
         seen: `fingerprint(source)`, taken just before.
         notice: called with one line about a copy that does not match its name.
@@ -181,17 +171,15 @@ def _set_aside_damaged(paths: RunPaths, digest: str, notice: Callable[[str], Non
 class FrozenCopies:
     """Stores the copies of one run, and reads them back, beside the training: rank 0's work.
 
-    A failure is reported, and the next start tries again. What a start does not wait for begins with `begin`: until
-    then the disk and the cores are the start's.
-
-    Args:
-        notice: called with one line, from any thread.
+    A failure is reported to `notice`, from any thread, and the next start tries again. What a start does not
+    wait for begins with `begin`.
     """
 
     def __init__(self, paths: RunPaths, notice: Callable[[str], None]) -> None:
         self._paths, self._notice = paths, notice
         # One at a time: each cleans up RUN/frozen.
         self._alone = threading.Lock()
+        # Until `begin` the disk and the cores are the start's.
         self._begun, self._waiting = False, list[Callable[[], None]]()
 
     def store(self, models: dict[Path, Fingerprint]) -> None:
@@ -210,8 +198,7 @@ class FrozenCopies:
         self._do(work, at_once=sum(seen.num_bytes for seen in models.values()) <= at_once)
 
     def read_back(self, used: set[str]) -> None:
-        """Reads back the copies that this start does not use, which may be the last ones; `used` holds the digests of
-        the others."""
+        """Reads back the copies whose digests are not in `used`, which may be the last ones."""
         size = sum(path.stat().st_size for path in self._paths.frozen.rglob("*") if path.is_file())
         then = "the model it was made of is not what the run starts with now"
 

@@ -59,16 +59,14 @@ class LocalPart:
 
 
 def local_directory(base: str | None, paths: RunPaths, node: str) -> Path | None:
-    """Returns the directory of `node`'s parts of this run; None if `checkpoint.local_dir` is not set.
-
-    The node's name is in the path because some clusters call a shared directory local.
-    """
+    """Returns the directory of `node`'s parts of this run; None if `checkpoint.local_dir` is not set."""
     if not base:
         return None
     # By the resolved path: runs of the same name in different places must not share parts, and two spellings of one
     # path must.
     root = paths.root.resolve()
     key = hashlib.sha256(os.fsencode(root)).hexdigest()[:8]
+    # By node, too: some clusters call a shared directory local.
     return Path(base) / f"{root.name}-{key}" / node
 
 
@@ -79,9 +77,7 @@ def this_node() -> str:
 
 
 def commit_part(staging: Path, manifest: Manifest) -> LocalPart:
-    """Makes a fully written staging directory the node's part, durably; `manifest` is sealed, of the whole checkpoint.
-    Runs on one rank per node.
-    """
+    """Makes a fully written staging directory the node's part, durably. Runs on one rank per node."""
     # From here on the staging directory is a whole part and counts, whatever happens to the rename.
     write_file(staging / MANIFEST, render(manifest))
     final = staging.parent / manifest.name
@@ -102,20 +98,16 @@ def drop_staging(path: Path) -> None:
 
 
 def list_parts(directory: Path, keys: Keyring | None = None) -> list[LocalPart]:
-    """Lists this node's parts whose manifest verifies, newest first; skips anything else.
+    """Lists this node's parts whose manifest verifies, and is signed if there are keys; newest first.
 
-    A save of a later attempt is newer, whatever its step: the run may have gone back. One name may have two parts: see
-    the specification.
-
-    Args:
-        keys: if given, a manifest that is not signed with one of them is skipped, too.
+    One name may have two parts: see the specification.
 
     Raises:
-        PermissionRefused: the directory, or the run's around it, belongs to another user, or others may write it. Its
-            name can be guessed, and the run would resume from its content.
+        PermissionRefused: the directory, or the run's around it, is another user's, or others may write it.
     """
     if not os.path.lexists(directory):
         return []
+    # Its name can be guessed, and the run would resume from its content.
     # From the root on: who can rename a directory above ours can put another one in its place.
     require_safe_way(directory.parent.parent, "checkpoint.local_dir")
     _require_ours(directory.parent)
@@ -163,9 +155,7 @@ def part_problems(part: LocalPart) -> list[str]:
 
 
 def prune_parts(directory: Path, keep: int) -> list[str]:
-    """Removes leftovers of a dead save and all but the newest `keep` parts; returns their names. Runs on one rank per
-    node.
-    """
+    """Removes leftovers of dead saves and all but the newest `keep` parts; returns names. Once per node."""
     # By directory name, not by checkpoint: the same checkpoint may lie here twice, staged and final.
     kept = {part.path.name for part in list_parts(directory)[:keep]}
     gone = []
@@ -179,9 +169,7 @@ def prune_parts(directory: Path, keep: int) -> list[str]:
 
 
 def send_home(part: LocalPart, paths: RunPaths) -> Path:
-    """Copies a part to where `assemble` looks for it, durably; on every node that has one, in any order. Parts of one
-    checkpoint meet in one directory: its nonce is the manifest's digest. A disk that refuses: TierError.
-    """
+    """Copies a part to where `assemble` looks for it, durably; on each node. TierError: a disk refuses."""
     # So nodes meet in one directory without talking, and parts of another save of the same name do not.
     nonce = (part.manifest.digest or "")[:_NONCE_HEX]
     target = paths.staging(paths.checkpoints / part.name, nonce)
@@ -206,8 +194,7 @@ def send_home(part: LocalPart, paths: RunPaths) -> Path:
 
 
 class Assembled(NamedTuple):
-    """Result for one checkpoint whose parts were copied to shared storage: whether it is a checkpoint now, and the
-    files that came from a copy in quarantine."""
+    """One checkpoint whose parts came home: whether it is one now, and the files that quarantine had."""
 
     verdict: Verdict
     good: bool
@@ -215,13 +202,9 @@ class Assembled(NamedTuple):
 
 
 def assemble(paths: RunPaths, keys: Keyring | None = None) -> list[Assembled]:
-    """Makes checkpoints of the parts that were copied to shared storage, if they are whole; removes the rest. What is
-    damaged is filled from a copy in quarantine, since one manifest serves both.
+    """Makes checkpoints of the parts that were copied to shared storage, if they are whole; removes the rest.
 
-    It does not touch saves that are being written: no manifest's digest is their nonce.
-
-    Args:
-        keys: if given, the manifests must be signed with one of them.
+    What is damaged is filled from a copy in quarantine. With `keys`, the manifests must be signed.
     """
     results = []
     for home in sorted(paths.checkpoints.iterdir()):

@@ -45,9 +45,7 @@ class LoopSave:
 
     Attributes:
         step: whole steps done.
-        attempt: the attempt that wrote it; it must still own the run.
         parent: name of the checkpoint that this attempt resumed from; None: it began from nothing.
-        world_size: ranks that wrote it, and that its files are for.
         metrics: of the step that it ends; numbers that are not finite are left out.
         metadata: for people, e.g. the versions of the guest's libraries.
         began: `time.monotonic` when the save began; None: now.
@@ -72,26 +70,22 @@ def commit_tree(
     sealed: Sequence[FileEntry] = (),
     attempt_check: Callable[[], None] | None = None,
 ) -> SavedCheckpoint:
-    """Make `parts` a verified checkpoint of the run, `save.step` whole steps on. Durable when it returns.
-
-    A part that is no regular file, or has a name that no manifest may hold, is refused; empty directories are left out.
+    """Makes `parts` a verified checkpoint of the run, `save.step` whole steps on. Durable when it returns.
 
     Args:
-        parts: name in the checkpoint → the directory or file to move there; on the run's file system, usually below
-            `paths.work(save.attempt)`. One of them is `format.guest_directory`.
-        texts: further small files, by their name in the checkpoint (verl's `latest_checkpointed_iteration.txt`).
-        sealed: entries of files that the rank that wrote each has already made durable and hashed
-            (`checkpoint.store.commit.seal`); all others are sealed here.
+        parts: name in the checkpoint → the directory or file to move there, on the run's file system. One of
+            them is `specification.guest_directory`. Empty directories are left out.
+        texts: further small files, by their name in the checkpoint.
+        sealed: entries of files that their ranks have sealed (`commit.seal`); all others are sealed here.
         attempt_check: default: `fence.require_attempt`.
 
     Returns:
-        `seconds` since `save.began`. If a checkpoint of this step is there already, verified and of as many ranks, it
-        names that one: ours is dropped, since two saves at the same step hold the same state.
+        `seconds` since `save.began`. One of this step that was there already, and verifies, is named instead.
 
     Raises:
         Fenced: a newer attempt owns the run.
         CheckpointCorrupt: a link, a special file, a forbidden name, or a missing part.
-        OSError: the storage refused. On any error nothing is left of the save, except parts that were not moved.
+        OSError: the storage refused. On any error nothing is left of the save but parts that were not moved.
     """
     began = time.monotonic() if save.began is None else save.began
     check = attempt_check or (lambda: require_attempt(paths, save.attempt))
@@ -133,12 +127,11 @@ def require_guest(
     needed: str = "",
     whose: str = "",
 ) -> Manifest:
-    """Returns the manifest of a checkpoint that a guest of this kind wrote, before anything of it is loaded. The lead
-    has verified its files.
+    """Returns the manifest of a checkpoint that a guest of this kind wrote, before anything of it is loaded.
 
     Args:
         world_size: required number of ranks; None: any number.
-        needed: a file that the guest's directory must contain to be of this framework; `whose`: its name, for people.
+        needed: a file that the guest's directory must contain to be of the framework `whose`.
 
     Raises:
         ConfigError: another loop wrote it, or another number of ranks.
@@ -177,22 +170,16 @@ def require_guest(
 
 
 def for_ranks(paths: RunPaths, name: str, world_size: int) -> Path:
-    """Returns the directory of checkpoint `name` for so many ranks: that of a start's copy (`RunPaths.resharded`) if
-    the checkpoint itself is of another number.
-
-    Raises:
-        CheckpointCorrupt, SchemaMismatch, OSError: `checkpoint.store.verify.read_manifest`.
-    """
+    """Returns where a checkpoint is for so many ranks (`RunPaths.resharded`). Raises as `read_manifest`."""
     saved, divided = paths.checkpoints / name, paths.resharded.checkpoints / name
-    # Where there is no copy, `require_guest` refuses the checkpoint itself, with both numbers.
+    # Of another number of ranks, a start has made a copy. Where there is none, `require_guest` refuses the checkpoint
+    # itself, with both numbers.
     other = read_manifest(saved).world_size != world_size and divided.is_dir()
     return divided if other else saved
 
 
 def clear_work(paths: RunPaths, attempt: int) -> Path:
-    """Empties the work directory of an attempt, 0700, of what a dead start of the ranks left. Runs in one rank, before
-    the first save.
-    """
+    """Empties the work directory of an attempt, 0700. Runs in one rank, before the first save."""
     work = paths.work(attempt)
     # Before anything is removed.
     names_in(paths.run, work.parent)  # refuses a link: its target is not ours to remove
@@ -203,15 +190,12 @@ def clear_work(paths: RunPaths, attempt: int) -> Path:
 
 
 def sweep_work(paths: RunPaths) -> list[Path]:
-    """Removes uncommitted work of guests of dead attempts; returns it. What cannot be removed is no error. Runs at a
-    start, when the attempt is ours and no rank runs yet.
+    """Removes uncommitted work of guests; returns it. What cannot be removed is no error. Runs at a start.
 
-    A former attempt that still writes there finds its directory gone, and could not have committed anyway.
-
-    Raises:
-        PermissionRefused: the directory is a link.
+    PermissionRefused: the directory is a link.
     """
     work = paths.root / "work"
+    # A former attempt that still writes there finds its directory gone, and could not have committed anyway.
     found = [work / name for name in sorted(names_in(paths.run, work))]
     for path in found:
         # The link itself is removed below, and never what it leads to.
@@ -266,7 +250,7 @@ def small_files(paths: RunPaths, save: LoopSave) -> dict[str, bytes]:
 
 
 def _files(staging: Path) -> list[str]:
-    """Yields every file of the tree; refuses other entries, and removes directories without a file."""
+    """Lists every file of the tree; refuses other entries, and removes directories without a file."""
     with open_directory(staging) as root:
         entries = list_tree(root)
     files = [entry.path for entry in entries if entry.kind == "file"]

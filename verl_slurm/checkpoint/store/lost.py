@@ -34,21 +34,17 @@ from verl_slurm.runtime_state.segment_files import segments, walk
 
 _RANK_LOG = re.compile(r"attempt_(\d{6,})\.restart_", re.ASCII)
 _NAME = re.compile(rb"step_\d{6}")
+# As `check_from_step`: the frames' headers are read, and no rollout.
 _NO_PAYLOAD = 1 << 62
-"""As `check_from_step`: the frames' headers are read, and no rollout."""
 _MOST_NAMED = 5
 
 
 def require_never_saved(paths: RunPaths, config: RunConfig, attempt: int) -> None:
-    """Refuses to begin a run from step 0 that had a checkpoint. A lead asks when it found none that can be used.
-
-    Args:
-        attempt: the lead's own.
+    """Refuses to begin a run from step 0 that had a checkpoint. `attempt` is the asking lead's own.
 
     Raises:
-        CheckpointsAbsent: RUN's own files answer, and the directory of checkpoints is absent or empty, as one that is
-            not mounted.
-        CheckpointsLost: it had one, or nothing can tell.
+        CheckpointsAbsent: the directory of checkpoints is absent or empty, as one that is not mounted.
+        CheckpointsLost: the run had one, or nothing can tell.
         OSError: the storage does not answer.
     """
     trace = former_checkpoint(paths, config, attempt=attempt)
@@ -60,13 +56,7 @@ def require_never_saved(paths: RunPaths, config: RunConfig, attempt: int) -> Non
 
 
 def require_run_id(paths: RunPaths) -> None:
-    """Refuses a run whose id is lost or damaged while rollouts or copies in tiers bear it: under a new one these would
-    count as another run's.
-
-    Raises:
-        TierError: it is.
-        OSError: the storage does not answer.
-    """
+    """Refuses, with TierError, an id that is damaged, or lost while rollouts or copies in tiers bear it."""
     found: object = "no such file"
     if paths.run_id.exists():
         try:
@@ -82,6 +72,7 @@ def require_run_id(paths: RunPaths) -> None:
         if isinstance(item, Gap) and item.run:
             named = item.run
     copies = in_tiers(paths)
+    # Under a new id these would count as another run's.
     if named:
         raise TierError(
             "the run's id is lost, and its ledger holds rollouts that bear it",
@@ -104,11 +95,7 @@ def require_run_id(paths: RunPaths) -> None:
 
 
 def lost_error(paths: RunPaths, trace: str, *, by_hand: bool = False) -> CheckpointsLost:
-    """Returns the refusal, with the ways on.
-
-    Args:
-        trace: from `former_checkpoint`.
-    """
+    """Returns the refusal, with the ways on; `trace` is from `former_checkpoint`."""
     absent = not names_in(paths.run, paths.checkpoints)
     again = f"`verl-slurm submit {shell_word(paths.root)} --force-resume`, or submit under a new name"
     return (CheckpointsAbsent if absent else CheckpointsLost)(
@@ -122,12 +109,7 @@ def lost_error(paths: RunPaths, trace: str, *, by_hand: bool = False) -> Checkpo
 
 
 def missing_checkpoint(paths: RunPaths, history: History, present: str) -> tuple[str, str]:
-    """Returns the checkpoint that the run had last, where `present` is older, and what was done with it; two empty
-    texts: none is missing.
-
-    Args:
-        present: the newest that is there, or that is resumed from. Empty: `former_checkpoint` tells.
-    """
+    """Returns the run's last checkpoint and what was done with it, if `present` is older; else two `""`."""
     newest = history.newest_save
     if not any(newest):  # an emptied journal
         newest = read_status(paths).get("last_checkpoint", ""), "verified"
@@ -139,12 +121,9 @@ def missing_checkpoint(paths: RunPaths, history: History, present: str) -> tuple
 
 
 def gone_back(paths: RunPaths, history: History | None, present: str, config: RunConfig | None = None) -> str:
-    """Returns what a start from `present` loses: a newer checkpoint, and the steps that are done again. Empty: nothing.
+    """Returns what a start from `present` loses: a newer checkpoint, and steps that are done again, or `""`.
 
-    Args:
-        history: None: of a loop without a daemon, which keeps no journal.
-        present: as of `missing_checkpoint`.
-        config: of a start that is to come, and may find it elsewhere.
+    `history` is None for a loop without a daemon; `config` is of a start to come, which may look elsewhere.
     """
     name, done = missing_checkpoint(paths, history or History(), present)
     if not name:
@@ -166,15 +145,9 @@ def gone_back(paths: RunPaths, history: History | None, present: str, config: Ru
 
 
 def lost_rollouts(paths: RunPaths, config: RunConfig, history: History, present: str) -> str:
-    """Returns what a start samples again although the ranks before it had recorded it. Empty: nothing is known to be.
+    """Returns what a start from `present` samples again though it was recorded; empty: nothing known.
 
-    Call it before that start is in the journal.
-
-    Args:
-        present: the checkpoint that it resumes from; empty: none.
-
-    Raises:
-        OSError: the ledger cannot be read.
+    Call it before that start is in the journal. OSError: the ledger cannot be read.
     """
     last, reached = history.restart, history.reached
     if last is None or not paths.run_id.exists():
@@ -208,11 +181,10 @@ def _not_recorded(
     start: tuple[int, int],
     records: Collection[tuple[int, int]],
 ) -> int | None:
-    """Returns the number of responses that our own trainer had before its position, and the ledger has not; None: some.
+    """Returns how many responses our trainer had before its position, and the ledger has not; None: some.
 
     Args:
-        last: the newest start of ranks, and `reached` what they reported first.
-        config: theirs.
+        last, config: the newest start of ranks and its configuration; `reached`: what they reported first.
         start: step and safe point to resume from.
         records: (step, micro-batch) of the ledger.
     """
@@ -248,12 +220,7 @@ def _not_recorded(
 
 
 def _guest_lost(paths: RunPaths, last: ev.Restart, present: str, *, began: bool, empty: bool) -> bool:
-    """Returns whether records of a loop that is not ours are gone, which numbers them in its own way.
-
-    Args:
-        began: it keeps a ledger, and had begun one.
-        empty: the ledger has no record.
-    """
+    """Returns whether records of a guest are gone: its ledger had `began`, and is `empty` or lacks a part."""
     # Each of its processes has a segment from its start on, and one for single turns after that.
     processes = _of_attempt(paths, last.attempt)
     turns = _of_attempt(RunPaths(paths.ledger / "turns"), last.attempt)
@@ -278,15 +245,11 @@ def found_elsewhere(config: RunConfig) -> str:
 def former_checkpoint(
     paths: RunPaths, config: RunConfig, *, attempt: int | None = None, by_hand: bool = False
 ) -> str:
-    """Returns what tells that the run had a checkpoint, or that nothing can tell; empty: it never had one, or the user
-    had it begin again and it has saved nothing since.
+    """Returns what tells that the run had a checkpoint, or that nothing can tell.
 
-    Args:
-        attempt: of the lead that asks; None: no lead is at work.
-        by_hand: a loop without a daemon, which keeps no journal.
-
-    Raises:
-        OSError: a file that tells it cannot be read.
+    Empty: it never had one, or the user had it begin again and it has saved nothing since. `attempt` is of
+    the lead that asks; `by_hand`: a loop without a daemon, which keeps no journal. OSError: a file cannot be
+    read.
     """
     if paths.from_nothing.exists():
         return ""
@@ -300,7 +263,6 @@ def former_checkpoint(
 
 
 def _named_by_events(events: Iterable[ev.Event]) -> str:
-    """A save whose first reading found it damaged was never a checkpoint: the ledger still has all of its rollouts."""
     last, bad = "", set[str]()
     names: dict[str, str] = {}
     for event in events:
@@ -317,6 +279,7 @@ def _named_by_events(events: Iterable[ev.Event]) -> str:
                 names.setdefault(name, "saved")
             case ev.Adopted(checkpoints=adopted):
                 names |= dict.fromkeys(adopted, "took over")
+    # A save whose first reading found it damaged was never a checkpoint: the ledger still has all of its rollouts.
     for name, what in names.items():
         if checkpoint_order(name) is not None and not (what == "saved" and name in bad):
             last = f"the journal: {what} {name}"
@@ -339,11 +302,7 @@ def _found_beside(paths: RunPaths, events: Iterable[ev.Event]) -> str:
 
 
 def in_tiers(paths: RunPaths, wanted: str = "") -> str:
-    """Returns which checkpoint, and in which tier, by the run's own records; empty: none.
-
-    Args:
-        wanted: this one; empty: the newest of the first tier that has any.
-    """
+    """Returns where `wanted`, or the newest, was by the run's own records of tiers; empty: nowhere."""
     with suppress(FileNotFoundError, *UNREADABLE):
         held = decode_json(
             read_regular(paths.tier_records, RECORD), dict[str, dict[str, dict[str, object]]], RECORD

@@ -1,6 +1,4 @@
-"""Asks for the free space of a medium (statvfs), and watches one over the saves of a process. Each change of its state
-is reported once. `decide/storage.py` judges.
-"""
+"""Asks for a medium's free space (statvfs), and reports each change of its state over the saves once."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -22,16 +20,14 @@ _REMEMBERED = 64
 
 
 def free_space(path: Path) -> FreeSpace:
-    """Asks about `path`, or about its nearest existing parent. Never raises.
-
-    Blocks as long as the file system does: on an NFS without its server, until the server is back.
-    """
+    """Asks about `path`, or its nearest existing parent. Never raises; blocks as long as the file system."""
     # The place of a save need not exist yet, and statvfs needs something that does. lexists: a dangling link is a place
     # too.
     place = path
     while not os.path.lexists(place) and place != place.parent:
         place = place.parent
     try:
+        # On an NFS without its server it returns when the server is back.
         stat, device = os.statvfs(place), os.stat(place).st_dev
     # An answer that cannot be had is a problem to report and no reason to refuse the save.
     except OSError as error:
@@ -58,14 +54,12 @@ class StorageNotice(NamedTuple):
 
 
 class StorageWatch:
-    """Watches one medium: shared storage, or the node-local backup.
+    """Watches one medium. `decide/storage.py` judges.
 
     Args:
-        name: its name in notices.
         path: the place of the saves; need not exist yet.
         estimate: for the first save, before one was measured.
-        earlier: (bytes, seconds) of saves of earlier processes, oldest first: they make the usual speed known.
-        ask: `room_for`.
+        earlier: (bytes, seconds) of saves of earlier processes, oldest first.
 
     Attributes:
         room: the answer to the last `before_save`; None: none yet.

@@ -38,7 +38,6 @@ class PruningLook:
     """Result of a look, and the plan.
 
     Attributes:
-        plan: over all committed checkpoints.
         good: the newest that verifies; the plan keeps it.
         bad: newer ones that do not verify, one line each. They stay: the recovery decides about them.
         quarantined: entries to be removed in addition; empty unless requested.
@@ -64,11 +63,6 @@ def look(
 ) -> PruningLook:
     """Reads checkpoints back from the newest on until one is good, and plans with that one alone as good.
 
-    Args:
-        keep_last, keep_every, best, protected: as in `plan_prune`.
-        quarantine_too: also remove quarantined entries, if something good is left: until then they may be all that can
-            still be rescued by hand.
-
     Raises:
         NotFound: there is no committed checkpoint.
         CheckpointCorrupt: none verifies, so nothing may be removed.
@@ -91,6 +85,7 @@ def look(
             found=bad[0],
             remedy=f"verl-slurm verify {shell_word(paths.root)}",
         )
+    # Until something good is left these may be all that can still be rescued by hand.
     # Entries that were put there in another way are not ours to remove.
     aside = [i for i in infos if i.kind == "quarantined" and quarantine_too and is_set_aside(i.path)]
     sizes = {info.name: info.num_bytes for info in committed}
@@ -114,12 +109,9 @@ def look(
 
 
 def carry_out(paths: RunPaths, found: PruningLook) -> list[str]:
-    """Removes what `found` names, oldest first; returns the names removed.
+    """Removes what `found` names, oldest first, unless it is gone already; returns the names removed.
 
-    The run may be training meanwhile: entries that it removed first are skipped, and new ones are not in the plan.
-
-    Raises:
-        OSError: one could not be removed; those before it are gone, those after it are whole.
+    OSError: one could not be removed; those before it are gone, those after it are whole.
     """
     removed = apply_prune(paths, found.plan)
     if not found.quarantined:
@@ -152,7 +144,7 @@ def _newest_good(
 
 
 def _tree_bytes(directory: Path) -> int:
-    """Counts the bytes on disk: a quarantined entry's manifest may be wrong."""
+    # On disk: a quarantined entry's manifest may be wrong.
     total = 0
     for folder, _, names in os.walk(directory):
         for name in names:
@@ -170,16 +162,14 @@ def prune_as_configured(
     partial: bool = False,
     attempt_check: Callable[[], None] = lambda: None,
 ) -> PrunePlan:
-    """Removes what a run's configuration does not keep, after a save; no checkpoint is read for it: that would take the
-    disk from the training. Runs on rank 0; raises as `apply_prune`.
+    """Removes what a run's configuration does not keep, after a save. Runs on rank 0.
 
-    Args:
-        assured: names that are known to be whole: they were verified before we loaded them, or committed by ourselves.
-        keys: what keeps older ones from being removed must be signed with one of them.
-        partial: no run resumes from these, so the newest one is assurance enough.
+    `assured`: names known to be whole. With `keys`, what must be whole before others go must be signed, too.
+    Raises as `apply_prune`.
     """
     infos, best = list_checkpoints(paths, partial=partial), Best.of(config)
-    # So many stay whatever `keep_last` says: a fresh save has not been read back yet.
+    # So many stay whatever `keep_last` says: a fresh save has not been read back yet, and is not read here, which would
+    # take the disk from the training. No run resumes from partial ones, so the newest one is assurance enough.
     least, every = 1 if partial else ASSURED_KEPT, config.keep_every
     plan = plan_prune(
         infos, config.keep_last, keep_every=every, best=best, verified=assured, num_verified=least
@@ -202,13 +192,12 @@ def apply_prune(
 ) -> list[str]:
     """Removes what `plan` drops, oldest first; returns the names removed. Runs on rank 0.
 
-    When the plan is not `assured`, the kept ones are verified from the newest on until one is good. If none is good,
-    nothing is removed.
+    When the plan is not `assured`, the kept ones are verified from the newest on until one is good. If none
+    is, nothing is removed.
 
     Args:
-        attempt_check: raises `Fenced` when this attempt no longer owns the run. It is called before each removal,
-            because a plan that slept for a while may drop what a newer attempt resumes from.
-        remove: removes a renamed directory, by its name below a descriptor, now or later (`Removing`). None: now.
+        attempt_check: raises `Fenced` when this attempt no longer owns the run. Called before each removal.
+        remove: removes a renamed directory, by its name below a descriptor, now or later. None: now.
 
     Raises:
         Fenced: by `attempt_check`; those before it are gone.
@@ -249,23 +238,18 @@ def apply_prune(
 class Removing:
     """Removes the files of pruned checkpoints on a thread of its own, one after the other.
 
-    The 40,000 files of 10,000 ranks take a minute, and a save before the end of the job must not wait for that, unless
-    it needs their room. What is left when the process ends has the name of a staging directory, which the next start
-    sweeps.
+    What is left when the process ends has the name of a staging directory, which the next start sweeps.
     """
 
     def __init__(self) -> None:
         self._queue: queue.Queue[tuple[int, str] | None] = queue.Queue()
+        # The 40,000 files of 10,000 ranks take a minute, and a save before the end of the job must not wait for that.
         # A daemon thread: it must not keep a process that has to leave.
         self._thread = threading.Thread(target=self._run, name="removing", daemon=True)
         self._error: OSError | None = None
 
     def remove(self, folder: int, name: str) -> None:
-        """Removes the directory `name` below the descriptor `folder`, which may be closed afterwards; returns at once.
-
-        Raises:
-            OSError: an earlier one could not be removed.
-        """
+        """Removes the directory `name` below `folder`, later. OSError: an earlier one was not removed."""
         error, self._error = self._error, None
         if self._thread.ident is None:
             self._thread.start()

@@ -34,13 +34,7 @@ _MAX_NAME = 255
 def move_to_quarantine(directory: Path, reasons: Sequence[str], *, until_gone: str = "") -> Path | None:
     """Moves `directory` to `quarantine/` beside it; returns its new place, or None if it was gone already.
 
-    The reason is written first, so that no entry lies in quarantine without one.
-
-    Args:
-        until_gone: a name beside `directory`: while it exists, the next start puts this one back.
-
-    Raises:
-        OSError: it could not be moved.
+    `until_gone`: a name beside it; while it exists, the next start puts this one back. OSError: not moved.
     """
     if not os.path.lexists(directory):
         return None
@@ -135,17 +129,14 @@ def set_aside_copies(paths: RunPaths, name: str, manifest: bytes) -> list[Path]:
 
 
 def fill(directory: Path, wanted: Iterable[FileEntry], copies: Sequence[Path]) -> list[str]:
-    """Replaces files of `directory`, which is being assembled, by those of `copies`. Durable when it returns.
-
-    A crash may leave a name that no manifest has: the directory does not verify then, and the next sweep removes it.
-    Returns the paths that were replaced; no copy has the others, or the storage refuses.
-    """
+    """Replaces files of `directory` by those of `copies`, durably; returns the paths that were replaced."""
     places = [DirectoryPlace(copy, "the quarantine") for copy in copies]
     target, filled = DirectoryPlace(directory, "the run"), []
     for entry in wanted:
         for place in places:
             # A copy in quarantine may be damaged in any way, or not be readable: then the next one may have the file.
             # Every byte is checked on its way, and read back.
+            # After a crash a name that no manifest has may stay: the directory does not verify then, and is swept.
             with suppress(CheckpointCorrupt, TierError):
                 copy_file([(place, entry.path)], (target, entry.path), entry)
                 filled.append(entry.path)

@@ -32,6 +32,7 @@ from verl_slurm.checkpoint.store.chunks import Reading, Wanted, read_checked
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.runtime_state.format import MAX_CONTENT_BYTES
 
+# Limits by the last name of a path; any other file that is read whole is a runtime state.
 _LIMITS = {
     "config.yaml": bounded.CONFIG,
     "metadata.json": bounded.RECORD,
@@ -40,7 +41,6 @@ _LIMITS = {
     SCHEMA_VERSION: bounded.SMALL,
     INDEX: bounded.INDEX,
 }
-"""Limits by the last name of a path; any other file that is read whole is a runtime state."""
 _RUNTIME_STATE = Limit(num_bytes=MAX_CONTENT_BYTES)
 _WINDOW_BYTES = 16 << 20
 
@@ -48,11 +48,7 @@ _WINDOW_BYTES = 16 << 20
 class CheckpointReader:
     """Reads a checkpoint. Of one that `verify` found whole, all that it reads was committed.
 
-    Args:
-        keys: if some are configured; None opens what is not encrypted.
-
     Attributes:
-        directory: as given.
         manifest: authentic if keys are given.
         entries: its files by path.
 
@@ -69,10 +65,7 @@ class CheckpointReader:
         self.entries = {entry.path: entry for entry in self.manifest.files}
 
     def read(self, path: str, *, head: int | None = None) -> bytes:
-        """Returns a file decrypted. For small files: tensors are read by `fill`.
-
-        Args:
-            head: so many bytes from its start; None: the whole file.
+        """Returns a file, or its first `head` bytes, decrypted. For small files: tensors are read by `fill`.
 
         Raises:
             OSError: the storage did not deliver it.
@@ -90,8 +83,7 @@ class CheckpointReader:
     def window(self, path: str) -> Callable[[int, int], memoryview]:
         """Returns a function that reads parts of a file decrypted, one after the other: offset and size → bytes.
 
-        For a file that may be large it holds some MB, every chunk checked. The function raises CheckpointCorrupt and
-        OSError.
+        It holds some MB, every chunk checked, and raises CheckpointCorrupt and OSError.
         """
         entry = self.entries[path]
         start, held = 0, memoryview(b"")
@@ -111,11 +103,7 @@ class CheckpointReader:
         return -1 if entry is None else _plain_size(entry)
 
     def index(self, domain: str) -> TensorIndex:
-        """Returns which tensors a domain holds and where.
-
-        Raises:
-            CheckpointCorrupt: it is not what was committed, or its tensors do not fit the files.
-        """
+        """Returns which tensors a domain holds and where. CheckpointCorrupt: they do not fit the files."""
         where = self.directory / domain / INDEX
         index = parse_index(self.read(f"{domain}/{INDEX}"), where=where)
         # Most runs lie in the same files, which are looked up once.
@@ -141,7 +129,7 @@ class CheckpointReader:
 
         Args:
             wanted: by path, in any order. The caller keeps their memory alive.
-            near: where some of the files may be, too, on this node's own disk. They are read there first.
+            near: where this node's own disk may have some of the files; they are read there first.
 
         Raises:
             CheckpointCorrupt: a file is not what was committed, or has no such bytes.

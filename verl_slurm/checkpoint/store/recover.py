@@ -30,18 +30,16 @@ from verl_slurm.checkpoint.format.state_schema import (
 from verl_slurm.checkpoint.store.quarantine import move_to_quarantine
 from verl_slurm.checkpoint.store.verify import verify
 
+# Directories without a manifest that one start sets aside, the newest first.
 _MOST_MOVED = 20
-"""Directories without a manifest that one start sets aside, the newest first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeChoice:
-    """The state that a start begins from.
+    """The state that a start begins from; `name` and `path` are None: from the beginning.
 
     Attributes:
-        name: the checkpoint directory's name; None: from the beginning.
-        path: its place (for an explicit path, possibly outside the run).
-        manifest: its verified manifest.
+        path: for an explicit `resume_from`, possibly outside the run.
         verdicts: of everything that was checked, newest first.
         set_aside: the new places of damaged ones.
         reasons: one line per judgement, for the journal and the user.
@@ -65,17 +63,16 @@ def choose_resume(
     """Finds the checkpoint to resume from. Runs at every start.
 
     Args:
-        resume_from: `auto`: the newest of this run that verifies (none: from the beginning). None: from the beginning.
-            Else a checkpoint's directory, or the name of one of this run.
+        resume_from: `auto`: the newest of this run that verifies (none: from the beginning). None: from the
+            beginning. Else a checkpoint's directory, or the name of one of this run.
         move_damaged: False only looks and leaves everything in place.
-        verifier: the full check.
 
     Raises:
         SchemaMismatch: the chosen one has a state layout that we do not read.
         CheckpointCorrupt: an explicit one does not verify; or with `auto`, those left cannot be judged.
         KeyRefused: the same, for one that was not made with our key.
         NotFound: an explicit one does not exist.
-        OSError: storage does not give all bytes of the one to resume from: it proves no damage, and may pass.
+        OSError: storage does not give all bytes of the one to resume from, which may pass.
         ConfigError: an explicit one is partial.
     """
     if resume_from is None:
@@ -86,11 +83,7 @@ def choose_resume(
 
 
 def set_aside(paths: RunPaths, name: str, reason: str) -> Path | None:
-    """Moves checkpoint `name` of this run to quarantine; returns its new place, or None if it is gone.
-
-    Raises:
-        ValueError: `name` is no checkpoint's name.
-    """
+    """Moves checkpoint `name` to quarantine; returns its new place, None: it is gone. ValueError: no name."""
     # The name may come from a rank's message, and becomes a path.
     if checkpoint_order(name) is None:
         raise ValueError(f"{name!r} is no checkpoint's name")

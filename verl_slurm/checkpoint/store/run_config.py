@@ -23,9 +23,6 @@ from verl_slurm.config.schema import RunConfig
 def keys_for(place: Path, key_file: Path | None = None) -> Keyring | None:
     """Loads the keys for a run's directory, or for one of its checkpoints; None if it is configured with none.
 
-    Args:
-        key_file: use this key instead, whatever the run says.
-
     Raises:
         KeyRefused, PermissionRefused: `keys.load_keys`.
         ConfigError: the run's configuration does not load.
@@ -47,18 +44,15 @@ def keys_for(place: Path, key_file: Path | None = None) -> Keyring | None:
 
 
 def keys_at_hand(place: Path, key_file: Path | None = None) -> tuple[Keyring | None, str]:
-    """Does the work of `keys_for` for commands that are useful without keys: returns (keys, why they are missing).
+    """Returns (keys, why they are missing), for commands that are useful without keys.
 
-    A login node may well lack the key. The caller must then say what was not checked: the reason is never empty if a
-    configured key could not be read.
-
-    Raises:
-        KeyRefused, PermissionRefused: `key_file` was named and is no key.
-        ConfigError: the run's configuration does not load.
+    The reason is never empty if a configured key could not be read; the caller says what was not checked.
+    A bad `key_file`, which the user named, raises as in `keys_for`.
     """
     try:
         return keys_for(place, key_file), ""
     except (KeyRefused, PermissionRefused) as error:
+        # The run's key may well not be on a login node.
         if key_file is not None:
             raise
         return None, f"{error.what}: {error.where}"
@@ -69,12 +63,7 @@ def trained_with(
 ) -> RunConfig | None:
     """Returns the configuration that the newest ranks were started with; None if it is not known.
 
-    Args:
-        now: of this start. A checkpoint that was taken over from another run says nothing about this one.
-        checkpoint: the newest of the run.
-
-    Raises:
-        OSError: storage does not answer.
+    `checkpoint`: the newest of the run, asked where no record tells. OSError: storage does not answer.
     """
     with suppress(
         VerlSlurmError, FileNotFoundError, TooMuch

@@ -21,13 +21,7 @@ from verl_slurm.checkpoint.store.verify import verify
 
 @dataclass(frozen=True, kw_only=True)
 class ScrubDue:
-    """The next thing to scrub.
-
-    Attributes:
-        name: None: there is nothing to scrub.
-        in_s: seconds until then; 0: now.
-        reason: one line.
-    """
+    """The next thing to scrub, `in_s` seconds from now, and why; `name` is None: there is nothing."""
 
     name: str | None
     in_s: float
@@ -36,11 +30,9 @@ class ScrubDue:
 
 @dataclass(frozen=True, kw_only=True)
 class ScrubResult:
-    """Result of one scrub.
+    """Result of one scrub: the new place of a damaged one that was moved.
 
-    Attributes:
-        set_aside: the new place of a damaged one; None: it was not moved.
-        gone: the retention of a live run removed it while it was read: no judgement.
+    `gone`: the retention of a live run removed it while it was read: no judgement.
     """
 
     verdict: Verdict
@@ -57,12 +49,9 @@ class ScrubResult:
 def next_due(
     infos: Sequence[CheckpointInfo], read_at: Mapping[str, float], *, now: float, every_s: float
 ) -> ScrubDue:
-    """Decides which committed checkpoint is read next, and when.
+    """Decides which committed checkpoint is read next, no later than `every_s` after its last reading.
 
-    Args:
-        read_at: name → when it was last read back, in seconds of the same clock as `now`. A missing one was not read
-            since this clock began, and is due.
-        every_s: largest age of the last reading.
+    `read_at`: name → when it was last read back, on the clock of `now`. A missing one is due.
     """
     committed = [info for info in infos if info.kind == "committed"]
     if not committed:
@@ -85,13 +74,9 @@ def scrub_one(
     keys: Keyring | None = None,
     bytes_per_s: float | None = None,
 ) -> ScrubResult:
-    """Reads one checkpoint back.
+    """Reads one checkpoint back, no faster than `bytes_per_s`; `set_aside`: a damaged one goes to quarantine.
 
-    Args:
-        set_aside: move it to quarantine if it is damaged.
-        keys: if given, its manifest must be signed with one of them. A checkpoint without such a signature is never
-            moved: it may be a good one of another key.
-        bytes_per_s: read no faster; None: no limit.
+    With `keys`, one that is not signed with them is never moved: it may be a good one of another key.
     """
     return _judged(path, verify(path, keys=keys, bytes_per_s=bytes_per_s), set_aside=set_aside)
 
@@ -99,8 +84,7 @@ def scrub_one(
 def scrub_frozen(
     paths: RunPaths, digest: str, *, set_aside: bool, bytes_per_s: float | None = None
 ) -> ScrubResult:
-    """Reads one copy in RUN/frozen back; the arguments are those of `scrub_one`. The next start replaces a
-    damaged one."""
+    """Reads one copy in RUN/frozen back, as `scrub_one`. The next start replaces a damaged one."""
     path = paths.frozen / digest
     # Without the source: on a login node it may be elsewhere, and the record beside the copy suffices.
     return _judged(path, check_frozen(paths, digest, bytes_per_s=bytes_per_s), set_aside=set_aside)

@@ -23,9 +23,9 @@ from verl_slurm.checkpoint.format.signature import authenticate
 from verl_slurm.checkpoint.format.specification import MANIFEST, Manifest, missing_parts
 from verl_slurm.checkpoint.store.chunks import Reading, read_checked
 
+# Largest number of files and directories beyond those of the manifest. Each takes about 1 KB of memory, and a line of
+# the verdict.
 _MOST_EXTRA = 4096
-"""Largest number of files and directories beyond those of the manifest. Each takes about 1 KB of memory, and a line of
-the verdict."""
 
 # These mean that the tree is not what was committed; any other error may be a passing fault of the storage.
 # The distinction decides what is moved to quarantine: damage is, a storage that does not answer is not.
@@ -40,18 +40,15 @@ def verify(
     threads: int | None = None,
     bytes_per_s: float | None = None,
 ) -> Verdict:
-    """Checks one checkpoint directory in full. Everything in it must belong to us, and no other user may write it: one
-    who can write the tensors can write the manifest.
+    """Checks one checkpoint directory in full. All of it must belong to us, and no other user may write it.
+
+    Never raises for what it finds, not even for a missing directory.
 
     Args:
         directory: `.../step_000012`; its last name must not be a link.
         name: the checkpoint's, if the directory (still) has another one.
-        keys: if given, the manifest must be signed with one of them (`signature.authenticate`).
-        threads: number that read and hash; default: that of `read_checked`.
+        keys: if given, the manifest must be signed with one of them.
         bytes_per_s: read no faster, with one thread; None: no limit.
-
-    Returns:
-        The verdict. Never raises for what it finds, not even for a missing directory.
     """
     started = time.monotonic()
     name = name or directory.name
@@ -72,7 +69,7 @@ def verify(
                 # A checkpoint that was renamed would be taken for another step.
                 if manifest.name != name:
                     problems.append(Problem(path=".", what=f"the manifest is of {manifest.name}"))
-                # Names first: a missing file is known without reading gigabytes.
+                # Names first: what must not be there is known without reading gigabytes.
                 problems.extend(_tree_problems(manifest, entries))
                 num_bytes = _check_files(root, manifest, problems, threads, bytes_per_s)
     except bounded.TooMuch as error:
@@ -84,8 +81,7 @@ def verify(
     return Verdict(
         name=name,
         ok=not problems,
-        # A set: a missing file is found by its name and again when it is to be read. Sorted, so that two runs say the
-        # same.
+        # Sorted, so that two runs say the same.
         problems=tuple(sorted({_shown(p) for p in problems}, key=lambda p: (p.path, p.what))),
         manifest=manifest,
         num_bytes=num_bytes,
@@ -96,11 +92,8 @@ def verify(
 def read_manifest(directory: Path, *, keys: Keyring | None = None) -> Manifest:
     """Returns the verified manifest of a checkpoint; does not look at the files that it names.
 
-    Args:
-        keys: if given, it must be signed with one of them.
-
     Raises:
-        KeyRefused: it is not signed so.
+        KeyRefused: it is not signed with one of `keys`, if given.
         OSError: it cannot be read.
         SchemaMismatch: it is of another format version.
         CheckpointCorrupt: it does not verify.
@@ -177,7 +170,6 @@ def _named(manifest: Manifest | None) -> tuple[set[str], set[str]]:
 
 
 def _tree_problems(manifest: Manifest, entries: list[Entry]) -> list[Problem]:
-    """Compares names: unexpected entries and missing ones."""
     files, folders = _named(manifest)
     problems = [
         Problem(path=p, what="a required part is not in the manifest") for p in missing_parts(manifest)

@@ -19,14 +19,9 @@ from verl_slurm.base.one_line import shell_word
 
 
 def require_free(out: Path, checkpoint: Path, what: str) -> None:
-    """Refuses a place that holds something, or that lies in a checkpoint or among those of a run.
+    """Refuses, with PermissionRefused, a place that holds something, or lies in or among checkpoints.
 
-    Args:
-        what: is made there, with its article.
-
-    Raises:
-        PermissionRefused: it is such a place.
-        NotFound: its parent directory does not exist.
+    `what` is made there, with its article. NotFound: its parent directory does not exist.
     """
     home = checkpoint.resolve()
     # The parents as well: a file anywhere in a checkpoint makes it unverifiable.
@@ -53,14 +48,10 @@ def require_free(out: Path, checkpoint: Path, what: str) -> None:
 
 @contextmanager
 def whole_output(out: Path, what: str) -> Iterator[Path]:
-    """Yields a directory that becomes `out` when the body succeeds, and is removed when it fails. Runs in the main
+    """Yields a directory that becomes `out` when the body succeeds, and is removed when it fails. In the main
     thread.
 
-    Args:
-        what: is made, with its article; its name, without, ends the hidden one's.
-
-    Raises:
-        PermissionRefused: an OSError of the body or of the rename, as one line.
+    An OSError of the body or of the rename becomes PermissionRefused. `what` is made, with its article.
     """
 
     def stop(_number: int, _frame: FrameType | None) -> NoReturn:

@@ -19,8 +19,8 @@ from verl_slurm.checkpoint.tiers.fetch import fetch_newest
 from verl_slurm.checkpoint.tiers.mover import lower_priority, sync
 from verl_slurm.config.load import load_resolved
 
+# Seconds until the content of the tiers must be known. Backends limit themselves; a mount or a plug-in may not.
 _SURVEY_S = 1800
-"""Seconds until the content of the tiers must be known. Backends limit themselves; a mount or a plug-in may not."""
 
 
 def main(args: list[str] | None = None) -> int:

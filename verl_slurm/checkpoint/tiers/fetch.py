@@ -40,8 +40,8 @@ from verl_slurm.journal.events import TierFailed, TierFetched
 from verl_slurm.journal.files import append_event
 
 _FILES_AT_ONCE = 4
+# Seconds that a start waits for a checkpoint, plus the time for its bytes at this rate. A slower tier is given up.
 _FETCH_S, _BYTES_PER_S = 600.0, 4 << 20
-"""Seconds that a start waits for a checkpoint, plus the time for its bytes at this rate. A slower tier is given up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +56,9 @@ class Fetched:
 def fetch(
     paths: RunPaths, config: RunConfig, name: str, *, tiers: Sequence[OpenTier] | None = None
 ) -> Fetched:
-    """Brings checkpoint `name` into the run's own directory, from the nearest tier that has it whole. An existing copy
-    that verifies stays; a damaged one is set aside first. If the run has a key, both must be signed with it.
+    """Brings checkpoint `name` into the run's own directory, from the nearest tier that has it whole.
+
+    An existing copy that verifies stays; a damaged one is set aside first.
 
     Raises:
         NotFound: no tier that answers has it.
@@ -90,8 +91,7 @@ def fetch_newest(
         on_limit: called before each checkpoint with the seconds that fetching and verifying it may take.
 
     Raises:
-        TierAway: nothing was found, but a tier that once had a checkpoint of this run does not answer: starting from
-            nothing would throw that checkpoint away.
+        TierAway: nothing was found, but a tier that once had a checkpoint of this run does not answer.
         TierError: there are checkpoints, and none can be used.
     """
     keys = load_keys(config.checkpoint.encryption)
@@ -124,7 +124,8 @@ def fetch_newest(
         reasons.append(_brought(name, tier))
         return Fetched(name=name, tier=tier, reasons=tuple(reasons))
     for state in away:
-        # A tier that never had a checkpoint of this run, as at a first start, does not stop it.
+        # To start from nothing would throw its checkpoints away. One that never had any, as at a first start, does not
+        # stop it.
         records = memory.records.get(state.name, {})
         known = [name for name, record in records.items() if record.ok and only in ("", name)]
         if known:
@@ -198,11 +199,7 @@ def _fetch(
 
 
 def _require_judged(final: Path, keys: Keyring | None) -> Verdict:
-    """Returns the verdict on the run's own copy: it verifies, or is damaged beyond doubt and may be replaced.
-
-    Raises:
-        KeyRefused, CheckpointCorrupt: neither.
-    """
+    """Returns the verdict on the run's own copy: good, or damaged. Else KeyRefused or CheckpointCorrupt."""
     verdict = verify(final, keys=keys)
     # Not damage: with the right key it may be good.
     if verdict.needs_key:
@@ -228,9 +225,7 @@ def _failed(where: Path, error: OSError) -> TierError:
 
 
 def _bring(paths: RunPaths, copies: RunCopies, name: str, keys: Keyring | None) -> int:
-    """Fetches into staging, every byte checked and read back (with keys, the signature too), and renames; returns the
-    bytes.
-    """
+    """Fetches into staging, every byte checked and read back, and renames; returns the bytes."""
     # The manifest first, and authenticated before a terabyte arrives that may not be used: all that follows is checked
     # against it.
     data, manifest = copies.manifest(name, keys)

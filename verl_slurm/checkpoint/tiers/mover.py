@@ -48,8 +48,7 @@ class ActionResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """The survey, plan and results of a pass; `done` has the copies and removals, in order; `unchecked` tells, of a
-    look, why no signature was checked though the run has a key."""
+    """The survey, plan and results; `unchecked`: why a look checked no signature though the run has a key."""
 
     states: tuple[TierState, ...]
     plan: tuple[Action, ...]
@@ -79,8 +78,7 @@ def lower_priority() -> None:
 def look(paths: RunPaths, config: RunConfig, *, now: Callable[[], datetime] = _now) -> Pass:
     """Returns the very plan that `sync` would carry out now. Changes nothing in any tier.
 
-    If the run's key cannot be read, as on a login node, `Pass.unchecked` tells so, and `sync` would refuse. A look at a
-    copied run is allowed, too.
+    If the run's key cannot be read, as on a login node, `Pass.unchecked` tells so, and `sync` would refuse.
     """
     keys, unchecked = None, ""
     try:
@@ -99,11 +97,7 @@ def sync(
     now: Callable[[], datetime] = _now,
     tiers: Sequence[OpenTier] | None = None,
 ) -> Pass:
-    """Runs one pass.
-
-    Args:
-        dry_run: plan it, and carry out nothing (`look`).
-        tiers: for tests: opened ones in place of the config's.
+    """Runs one pass; `dry_run`: plans it alone (`look`).
 
     Raises:
         ConfigError: the directory is a copy, or was moved.
@@ -205,7 +199,6 @@ class _Mover:
             raise TierError(what, where=f"{tier}: {name}", found=problems[0])
 
     def _say_refused(self, name: str, detail: str) -> None:
-        """Writes one line to the journal for each checkpoint that is not signed, or not whole."""
         tier = self._tiers[LOCAL_TIER]
         info = self._copies(LOCAL_TIER).place.stat(self._copies(LOCAL_TIER).key(name))
         # Once and not in every pass. The stamp changes with the manifest: another checkpoint of that name is reported.

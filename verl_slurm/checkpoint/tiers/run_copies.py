@@ -13,7 +13,7 @@ PREFIX/RUN_NAME-RUN_ID/step_000012/manifest.json           the commit record, th
 
 PREFIX is the tier's `prefix`. RUN_NAME is the config's `name`; RUN_ID is the 16 hex digits of `RUN/run_id`, made once
 per run, so that two runs of one name never meet. Everything else below PREFIX/RUN_NAME-RUN_ID/ belongs to others and is
-neither read nor removed. Keys are matched whole, and every path by the manifest's own rule (`format.path_problem`), so
+neither read nor removed. Keys are matched whole, and every path by the manifest's own rule (`path_problem`), so
 `../x` is never a path of ours. Tier 0 is the run itself, with the prefix `checkpoints/`.
 
 ## 2. Commit
@@ -78,8 +78,7 @@ class RunCopies:
         return self.below(name) + path
 
     def objects(self, prefix: str = "") -> dict[str, dict[str, ObjectInfo]]:
-        """Lists what is there by checkpoint and path, of one checkpoint if `prefix` is its `below`. What is not of our
-        form belongs to others and is left out."""
+        """Lists what is ours by checkpoint and path; of one checkpoint if `prefix` is its `below`."""
         found: dict[str, dict[str, ObjectInfo]] = {}
         # A single listing: in a bucket each request has its price.
         for info in self.place.list(prefix or self.prefix):
@@ -91,7 +90,8 @@ class RunCopies:
         return found
 
     def manifest(self, name: str, keys: Keyring | None = None) -> tuple[bytes, Manifest]:
-        """Returns the bytes of a checkpoint's manifest, and what they say. With keys, it must be signed with one.
+        """Returns the bytes of a checkpoint's manifest, and what they say. With keys, it must be signed with
+        one.
 
         Raises:
             CheckpointCorrupt: it is not whole or another checkpoint's, or others made it.
@@ -112,14 +112,10 @@ class RunCopies:
         return data, manifest
 
     def problems(self, name: str, *, expected: bytes | None = None, keys: Keyring | None = None) -> list[str]:
-        """Reads back every object of a checkpoint and returns its faults; empty if there is none.
+        """Reads back every object of a checkpoint and returns its faults; `expected`: the manifest it should
+        have.
 
-        Args:
-            expected: the manifest it should have; None: whichever verifies by itself.
-            keys: as of `manifest`; if it is refused, nothing more is read.
-
-        Raises:
-            TierError: the place did not answer: that tells nothing about the checkpoint.
+        TierError: the place did not answer. SchemaMismatch: the manifest is of another format version.
         """
         try:
             data, manifest = self.manifest(name, keys)
@@ -153,14 +149,12 @@ def copy_checkpoint(
     Memory: for each file at once a block of 4 MiB, or the parts in flight of an upload.
 
     Args:
-        data, manifest: from `source.manifest`, with the run's keys if it has one: a copy of what nobody signed would
-            justify the removal of others.
-        beside: further places with files of this very checkpoint, by their own paths: what `source` has damaged, one of
-            them may have.
+        data, manifest: from `source.manifest`, with the run's keys if it has one.
+        beside: further places with files of this very checkpoint, by their own paths.
         at_once, until: number of files; as of `copies.copy_file`.
 
     Raises:
-        CheckpointCorrupt: the source does not hold what its manifest says; the target has no commit record then.
+        CheckpointCorrupt: the source does not hold what its manifest says; nothing is committed then.
         TierError: a place failed, or the target returned other bytes twice.
     """
     name, place, record = manifest.name, target.place, target.key(manifest.name)
@@ -171,6 +165,7 @@ def copy_checkpoint(
         place.delete(record)
 
     def copy(entry: FileEntry) -> int:
+        # What `source` has damaged, one of the others may have.
         sources = [(source.place, source.key(name, entry.path)), *((other, entry.path) for other in beside)]
         return copy_file(sources, (place, target.key(name, entry.path)), entry, until=until)
 

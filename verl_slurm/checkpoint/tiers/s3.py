@@ -44,18 +44,18 @@ MOST_BODY_BYTES = 8 << 20
 """Bytes of an answer that is no object: a page of 1,000 keys of 1 KiB each, every byte percent-encoded, is 3 MiB."""
 MOST_KEYS = 1_000_000
 """Keys of one listing: 4,096 ranks with 6 files each, and 40 checkpoints. About 0.5 GB of memory."""
+# Pages of a listing that may bring no key.
 _SPARE_PAGES = 100
-"""Pages of a listing that may bring no key."""
+# Seconds for the body of an answer, in addition to the time for its bytes at this rate; and for a listing.
 _CALL_S = 120.0
-"""Seconds for the body of an answer, in addition to the time for its bytes at this rate; and for a listing."""
 _BYTES_PER_S, _KEYS_PER_S = 256 << 10, 100
 _CONNECT_S, _READ_S = 10, 60
+# Attempts of each request: botocore's `standard` mode backs off with jitter for 5xx, 429, time-outs and cut
+# connections.
 _ATTEMPTS = 5
-"""Attempts of each request: botocore's `standard` mode backs off with jitter for 5xx, 429, time-outs and cut
-connections."""
 _PROGRESS_BYTES = 16 << 10
+# Parts sent at once; each is held in memory.
 _IN_FLIGHT = 4
-"""Parts sent at once; each is held in memory."""
 _ENTRIES = ("Contents", "Parts", "Uploads")
 # A HEAD request has no body, so its errors are bare numbers; other requests have the server's words.
 _MISSING = {"404", "NoSuchKey", "NotFound"}
@@ -70,22 +70,14 @@ _BROKEN = (
 
 
 def part_size(size: int) -> int:
-    """Returns the bytes per part for an object of `size` bytes: the smallest, in whole MiB, with which MAX_PARTS
-    suffice. 8 MiB up to 78 GiB, 105 MiB for 1 TiB.
-    """
+    """Returns the bytes per part: the least whole MiB with which MAX_PARTS suffice; 105 MiB for 1 TiB."""
     # From the size alone: the next attempt must cut at the same places to use the parts that are there.
     needed = -(-size // MAX_PARTS)
     return max(MIN_PART_BYTES, -(-needed // PART_STEP_BYTES) * PART_STEP_BYTES)
 
 
 class S3Place:
-    """Keeps copies in a bucket; `checkpoint.store.copies.CopyPlace` specifies each method.
-
-    Args:
-        attempts: of each request; tests lower it, since botocore's pauses are fixed.
-        read_s: seconds to wait for a silent server.
-        call_s, most_keys: bounds; tests lower them.
-    """
+    """Keeps copies in a bucket; `checkpoint.store.copies.CopyPlace` specifies each method."""
 
     def __init__(
         self,
@@ -325,7 +317,6 @@ class S3Place:
             )
 
     def _listed(self, operation: str, **words: Any) -> Iterator[dict[str, Any]]:
-        """Yields the entries of a listing."""
         began, num_pages, num_keys = time.monotonic(), 0, 0
         for page in self._client.get_paginator(operation).paginate(Bucket=self._bucket, **words):
             entries = [entry for kind in _ENTRIES for entry in page.get(kind, ())]
@@ -385,16 +376,12 @@ class S3Place:
 
 
 class _BoundedBody:
-    """The body of an answer. No socket time-out ends a read that gets a byte now and then.
-
-    Args:
-        most_bytes: None: any number.
-        call_s: seconds of waiting, in addition to the time for the bytes at `_BYTES_PER_S`.
-    """
+    """The body of an answer: at most `most_bytes`, waited for `call_s` plus the time for its bytes."""
 
     def __init__(
         self, raw: Any, refused: Callable[[str, str], TierError], most_bytes: int | None, call_s: float
     ) -> None:
+        # No socket time-out ends a read that gets a byte now and then.
         self._raw, self._refused, self._most_bytes, self._call_s = raw, refused, most_bytes, call_s
         self._num_bytes, self._waited_s = 0, 0.0
         self._error: Exception | None = None

@@ -57,11 +57,7 @@ class OpenTier:
 
 
 def open_place(tier: TierConfig) -> CopyPlace:
-    """Returns the storage of `tier`. Does not connect yet.
-
-    Raises:
-        ConfigError: its plug-in, or boto3, is not installed.
-    """
+    """Returns the storage of `tier`, unconnected. ConfigError: no such plug-in. ImportError: no boto3."""
     if tier.kind.startswith("plugin:"):
         name = tier.kind.partition(":")[2]
         found = list(entry_points(group=ENTRY_POINTS, name=name))
@@ -112,9 +108,8 @@ def open_tiers(paths: RunPaths, config: RunConfig) -> list[OpenTier]:
 
 
 def namesakes(config: RunConfig) -> dict[str, Path]:
-    """Returns the newest whole checkpoint that another run of the same name has in each tier that is a
-    directory, by the tier's name: one whose RUN and id are gone, as far as the run that begins can know.
-    """
+    """Returns, by tier that is a directory, the newest whole checkpoint of another run of the same name."""
+    # Of a run whose RUN and id are gone, as far as the run that begins can know.
     found = {}
     for tier in config.tiers:
         if tier.path is None:
@@ -134,11 +129,7 @@ def namesakes(config: RunConfig) -> dict[str, Path]:
 
 @contextmanager
 def mover_lock(paths: RunPaths) -> Iterator[None]:
-    """Ensures one mover per run, by a lock of the kernel: it ends with its process, however that ends.
-
-    Raises:
-        TierError: another mover of this run is at work.
-    """
+    """Ensures one mover per run, by a lock that ends with its process. TierError: another one is at work."""
     private_dir(paths.control)
     # O_CLOEXEC: a child that inherited the descriptor would hold the lock after our end.
     fd = os.open(paths.tier_lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -185,16 +176,13 @@ class TierRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Records(msgspec.Struct, frozen=True):
-    """`RUN/control/tiers.json`."""
-
     tiers: dict[str, dict[str, TierRecord]] = {}
 
 
 class Memory:
-    """`RUN/control/tiers.json`: read once, written after every change (a few KB).
+    """`RUN/control/tiers.json`: read once, written after every change.
 
-    Args:
-        keys: if given, a checkpoint that is not signed with one of them is refused, whatever is remembered.
+    With `keys`, a checkpoint that is not signed with one of them is refused, whatever is remembered.
     """
 
     def __init__(self, paths: RunPaths, keys: Keyring | None = None) -> None:
@@ -326,7 +314,6 @@ class Memory:
 
 
 def _incomplete(manifest: Manifest, objects: dict[str, ObjectInfo]) -> str:
-    """Returns the first fault that the listing alone shows."""
     for entry in manifest.files:
         info = objects.get(entry.path)
         if info is None:

@@ -40,11 +40,10 @@ class TierCopy:
     Attributes:
         committed: a manifest that parses is there, and every object it names, in its size.
         verified: every byte was read back there and matched (True), some did not (False), not checked (None).
-        digest: of the manifest; empty without one.
         attempt: the attempt that saved it; -1 without a manifest.
         saved: time of the save, by its manifest; None without one.
         litter: not even a damaged commit record is there.
-        refused: no key of the run has signed it: never `verified`, never copied from; `detail` holds the reason.
+        refused: no key of the run has signed it: never `verified`, nor copied from; `detail` has the reason.
         detail: why it is not committed, or what does not match.
     """
 
@@ -71,12 +70,9 @@ class TierCopy:
 
 @dataclass(frozen=True, kw_only=True)
 class TierState:
-    """One tier, as far as it could be seen.
+    """One tier, as far as it could be seen, with what it keeps for `keep_days` (None: permanently).
 
-    Attributes:
-        keep_days: None: permanently.
-        reachable: False: it did not answer; `copies` is empty and tells nothing.
-        local: tier 0.
+    `reachable` is False where it did not answer; `copies` is empty then, and tells nothing.
     """
 
     name: str
@@ -121,11 +117,9 @@ def newest_first(states: Sequence[TierState]) -> list[str]:
 
 
 def plan_tiers(states: Sequence[TierState], now: datetime) -> list[Action]:
-    """Plans one action for every checkpoint in every tier that answers, nearest tier first, newest checkpoint first.
+    """Plans one action for every checkpoint in every tier that answers, nearest tier first, newest first.
 
-    Args:
-        states: all tiers, tier 0 first, then as the config lists them.
-        now: the present time, with a zone.
+    `states` are all tiers, tier 0 first, then as the config lists them; `now` has a zone.
     """
     ranks = _ranks(states)
     names = sorted(ranks, key=lambda name: ranks[name], reverse=True)

@@ -47,11 +47,7 @@ class Overlap:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch's name without `torch.`.
-
-    Raises:
-        TypeError: no checkpoint may hold it.
-    """
+    """Returns torch's name without `torch.`. TypeError: no checkpoint may hold it."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPE_BYTES:
         raise TypeError(f"tensors of {dtype} cannot be saved")
@@ -59,11 +55,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def local_part(tensor: Tensor) -> tuple[Tensor, Box]:
-    """This rank's memory of `tensor`, and the box that it is of the whole.
-
-    Args:
-        tensor: a DTensor, or a plain tensor, which every rank has whole.
-    """
+    """Returns this rank's memory of `tensor`, and its box of the whole. TypeError: the memory is no box."""
+    # Every rank has a plain one whole.
     if not isinstance(tensor, DTensor):
         return tensor, Box((0,) * tensor.dim(), tuple(tensor.shape))
     local = tensor.to_local()
@@ -75,7 +68,7 @@ def local_part(tensor: Tensor) -> tuple[Tensor, Box]:
 
 
 def overlap(piece: Piece, box: Box, element_bytes: int) -> Overlap | None:
-    """What of `piece` lies in `box`, or None."""
+    """Returns what of `piece` lies in `box`, or None."""
     # A scalar has no row to cut.
     if not piece.shape:
         return Overlap(0, (), (), (), True) if not box.shape else None

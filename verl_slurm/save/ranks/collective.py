@@ -20,15 +20,14 @@ from verl_slurm.base.exit_codes import ExitCode
 
 T = TypeVar("T")
 
+# Characters of one rank's error text that the others are told.
 _MAX_REASON = 500
-"""Characters of one rank's error text that the others are told."""
 
 
 class RanksFailed(VerlSlurmError):
-    """Some rank could not do its part of a common piece of work; raised on all ranks alike.
+    """Some rank could not do its part of a common work; raised on all ranks alike.
 
-    Attributes:
-        kinds: names of the classes of the errors behind it.
+    `kinds`: names of the classes of the errors behind it.
     """
 
     exit_code = ExitCode.INTERNAL
@@ -36,11 +35,7 @@ class RanksFailed(VerlSlurmError):
 
 
 class Collective:
-    """The ranks as one. Runs on every rank.
-
-    Args:
-        group: a CPU process group, or None where there is one process and no process group at all.
-    """
+    """The ranks as one, over a CPU process group; None: one process and no group. Runs on every rank."""
 
     waited_s: float = 0.0
     """Seconds in the methods below but `together` so far, with what was waited there for slower ranks."""
@@ -109,12 +104,10 @@ class Collective:
         ]
 
     def gather_to_first(self, payload: bytes) -> list[bytes]:
-        """Every rank's bytes, in rank order, on rank 0 alone; the others get an empty list.
-
-        For what grows with the number of ranks: each of 10,000 would hold all of it, eight times a node.
-        """
+        """Returns every rank's bytes, in rank order, on rank 0 alone; the others get an empty list."""
         if self._group is None:
             return [payload]
+        # Not `gather`: of what grows with the number of ranks, each of 10,000 would hold all, eight times a node.
         longest = self.max([len(payload)])[0]
         # The length travels with the bytes: what others hold is of no use to any rank but the first.
         mine = torch.zeros(8 + longest, dtype=torch.uint8)
@@ -162,10 +155,9 @@ class Collective:
         return found
 
     def together(self, what: str, work: Callable[[], T]) -> T:
-        """Do `work` on this rank; return its result only if no rank's raised.
+        """Does `work` on this rank; returns its result only if no rank's raised.
 
-        Raises:
-            RanksFailed: on all ranks, if any rank's work raised; it names the ranks and their errors.
+        RanksFailed: on all ranks, if any rank's work raised; it names the ranks and their errors.
         """
         failure: Exception | None = None
         result: T | None = None
@@ -190,16 +182,12 @@ class Collective:
         return [msgspec.msgpack.decode(raw, type=kind) for raw in self.gather(msgspec.msgpack.encode(mine))]
 
     def on_first(self, what: str, work: Callable[[], T], kind: type[T]) -> T:
-        """Do `work` on rank 0 only, and give its result, of type `kind`, to all.
-
-        Raises:
-            RanksFailed: on all ranks, if it raised.
-        """
+        """Does `work` on rank 0 only, and gives its result, of type `kind`, to all. Raises as `together`."""
         first = self.rank == 0
         raw = self.together(what, lambda: msgspec.msgpack.encode(work()) if first else b"")
         # A broadcast: a gather would give each rank room for as many copies as there are ranks.
         return msgspec.msgpack.decode(self.share(raw, source=0), type=kind)
 
     def first_does(self, what: str, work: Callable[[], object]) -> None:
-        """Do `work` on rank 0 only; all wait for it. Raises as `on_first`."""
+        """Does `work` on rank 0 only; all wait for it. Raises as `together`."""
         self.together(what, work if self.rank == 0 else lambda: None)

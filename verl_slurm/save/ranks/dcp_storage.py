@@ -29,7 +29,6 @@ class CheckpointReaderForDCP(StorageReader):
     Args:
         directory: a checkpoint that `verl-slurm verify` found whole.
         domain: `actor`, `critic` or `optimizer`; names of tensors are those that `verl-slurm inspect` shows.
-        keys: where it is encrypted.
 
     Raises:
         CheckpointCorrupt: its index or manifest is not what was committed.
@@ -69,11 +68,7 @@ class CheckpointReaderForDCP(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
-        """Fill what the plan asks for.
-
-        Raises:
-            CheckpointCorrupt: a chunk is not what was committed.
-        """
+        """Fills what the plan asks for. CheckpointCorrupt: a chunk is not what was committed."""
         parts, targets = [], []
         for item in plan.items:
             piece = self._places[item.storage_index]

@@ -66,12 +66,10 @@ class _Held(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Word(msgspec.Struct, frozen=True, array_like=True):
-    """What each rank tells all others.
+    """What each rank tells all others."""
 
-    Its tensors are cut in a few ways, so it has a few different boxes of some hundred tensors; and the ranks of a
-    pipeline's stage have the same tensors. With a list of its own from each, 10,000 ranks would hold gigabytes.
-    """
-
+    # A rank cuts hundreds of tensors in a few ways, and the ranks of a pipeline's stage have the same tensors. With a
+    # list of its own from each, 10,000 ranks would hold gigabytes.
     held: bytes
     """SHA-256 of its list of `_Held`."""
     boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]
@@ -115,10 +113,7 @@ class _Writers:
 
 
 def plan_layout(domains: Mapping[str, Tensors], ranks: Collective) -> Layout:
-    """Agree on who writes what. Collective.
-
-    Args:
-        domains: domain → tensors. A tensor may be on some ranks only (a pipeline's stages).
+    """Agrees on who writes what. Collective. A tensor may be on some ranks only (a pipeline's stages).
 
     Raises:
         RanksFailed: a tensor is of a type, or sharded in a way, that cannot be saved.
@@ -155,7 +150,6 @@ def plan_layout(domains: Mapping[str, Tensors], ranks: Collective) -> Layout:
 def _held(
     domains: Mapping[str, Tensors],
 ) -> tuple[list[_Held], list[tuple[tuple[int, ...], tuple[int, ...]]], list[Tensor]]:
-    """Returns what this rank holds, its boxes, and the memory of each tensor."""
     cuts: dict[tuple[tuple[int, ...], Box], int] = {}
     held, tensors = [], []
     for domain, named in domains.items():
@@ -233,13 +227,10 @@ def _placed(
 
 
 def _writers(holders: list[tuple[_Group, IntArray]]) -> _Writers:
-    """Chooses who writes a tensor's pieces: the first rank that holds one, so what is replicated is saved once.
-
-    Args:
-        holders: groups that hold it, each with its boxes of it.
-    """
+    """Chooses who writes a tensor's pieces: the first rank that holds one; `holders` have boxes of it."""
     ranks = np.concatenate([group.ranks for group, _ in holders])
     boxes = np.concatenate([boxes for _, boxes in holders])
+    # By rank: what is replicated is saved once, by the first.
     # A rank beyond the end of a small tensor holds an empty box.
     order = np.argsort(ranks)
     order = order[boxes[order, 1].prod(axis=1) > 0]
@@ -267,8 +258,7 @@ def _writers(holders: list[tuple[_Group, IntArray]]) -> _Writers:
 def _pieces(writers: _Writers, at: IntArray) -> list[tensor_index.Piece]:
     """Returns a tensor's pieces, runs put together, by rank.
 
-    Args:
-        at: where each rank that holds it would write it, [R of all groups].
+    `at`: where each rank that holds it would write it, [R of all groups].
     """
     at = at[writers.places]
     count = len(at)

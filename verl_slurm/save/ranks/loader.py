@@ -34,13 +34,12 @@ def read_tensors(
     *,
     near: Path | None = None,
 ) -> None:
-    """Fill the tensors of each domain (`actor`, `critic`, `optimizer`) in place. Collective.
+    """Fills the tensors of each domain (`actor`, `critic`, `optimizer`) in place. Collective.
 
     Args:
         reader: of a checkpoint that `checkpoint.store.verify` found whole.
         domains: domain → this rank's tensors; those of all ranks are exactly what it must hold.
-        near: where this node may have some of its files, on its own disk. They are read there, and checked against
-            the manifest; a file that is not there, or is another one, is read from the checkpoint.
+        near: as of `CheckpointReader.fill`.
 
     Raises:
         CheckpointCorrupt: a tensor is missing, left over, or of another shape or type.
@@ -59,24 +58,17 @@ def read_tensors(
 def read_whole(
     directory: Path, domain: str, names: Collection[str] | None = None, keys: Keyring | None = None
 ) -> Tensors:
-    """Tensors of a domain as they are unsharded, on the CPU; all, or those named.
-
-    Args:
-        directory: a checkpoint that `checkpoint.store.verify` found whole.
+    """Returns tensors of a domain as they are unsharded, on the CPU; all, or those named.
 
     Raises:
-        CheckpointCorrupt: it changed since.
+        CheckpointCorrupt: it changed since `checkpoint.store.verify` found it whole.
         KeyError: it has no such tensor.
     """
     return WholeReader(CheckpointReader(directory, keys), domain).read(names)
 
 
 class WholeReader:
-    """Reads a domain's whole tensors some at a time; its index, which may be large, is parsed once.
-
-    Raises:
-        CheckpointCorrupt: the index is not what the manifest says.
-    """
+    """Reads a domain's whole tensors some at a time; its index, which may be large, is parsed once."""
 
     def __init__(self, reader: CheckpointReader, domain: str) -> None:
         self.reader, self._domain = reader, domain
@@ -100,18 +92,16 @@ class WholeReader:
 def read_runtime_state(
     reader: CheckpointReader, rank: int, world_size: int, *, below: str = ""
 ) -> RuntimeState:
-    """The runtime state that `rank` of `world_size` saved.
-
-    Args:
-        below: a directory of the checkpoint; empty: its own.
+    """Returns the runtime state that `rank` of `world_size` saved; `below`: in a directory of the checkpoint.
 
     Raises:
         CheckpointCorrupt: it is not what was committed, or belongs to another rank or world size.
-        OSError: the storage did not give it. It was there when the checkpoint was verified, so this says
-            nothing about the checkpoint, not even when the file is not found (a stale view of NFS).
+        OSError: the storage did not give it.
     """
     name = f"{below}/{runtime_state_name(rank)}".lstrip("/")
     path = reader.directory / name
+    # An OSError says nothing about the checkpoint, not even of a file that is not found: it was there when it verified,
+    # and NFS may have a stale view.
     # Its digest is checked by the reader before a byte of it is decompressed.
     state = decode(reader.read(name), where=path)
     # The manifest's digest vouches for the bytes, and the file's name is no proof of whose they are.
@@ -135,11 +125,9 @@ def _check_names(
     domains: Mapping[str, Tensors],
     ranks: Collective,
 ) -> None:
-    """Refuse, on all ranks alike, a tensor that the checkpoint lacks or that no rank holds. Collective.
-
-    A pipeline's stage has some of the tensors, so what is left over can only be told over all ranks. None of them tells
-    its names: of 10,000 ranks they would be gigabytes.
-    """
+    """Refuses, on all ranks alike, a tensor that the checkpoint lacks or that no rank holds. Collective."""
+    # A pipeline's stage has some of the tensors, so what is left over can only be told over all ranks. None of them
+    # tells its names: of 10,000 ranks they would be gigabytes.
     lacking = {name: sorted(domains[name].keys() - indexes[name].tensors.keys()) for name in domains}
     mine = _Lacking(reader.manifest.digest, {domain: names for domain, names in lacking.items() if names})
     words = ranks.values(mine, _Lacking)
@@ -161,7 +149,6 @@ def _check_names(
 
 
 def _check(where: Path, index: TensorIndex, tensors: Tensors) -> None:
-    """Hold shapes and types in `index` to those of `tensors`: nothing is cast."""
     for name, tensor in tensors.items():
         found = (index.tensors[name].dtype, index.tensors[name].shape)
         expected = (dtype_name(tensor.dtype), tuple(tensor.shape))
@@ -208,15 +195,7 @@ def _near(entry: TensorEntry, box: Box) -> Iterator[Piece]:
 
 
 def read_parts(reader: CheckpointReader, parts: Iterable[Part], near: Path | None = None) -> None:
-    """Read these parts into their targets, every chunk that they touch checked.
-
-    Args:
-        near: as in `read_tensors`.
-
-    Raises:
-        CheckpointCorrupt: it changed since it was verified.
-        OSError: the storage did not give it.
-    """
+    """Reads these parts into their targets; `near` and errors as of `CheckpointReader.fill`."""
     for batch in _batches(parts):
         _read_batch(reader, batch, near)
 

@@ -19,10 +19,7 @@ from verl_slurm.save.writer.writing import write_small
 def write_to_medium(
     ranks: Collective, save: PendingSave, medium: Medium, *, first: Callable[[], None] = lambda: None
 ) -> MediumResult:
-    """Have every rank's files durable below its staging directory on `medium`. Collective.
-
-    Args:
-        first: done before anything else; an exception of it fails the save.
+    """Makes every rank's files durable below its staging directory on `medium`, after `first`. Collective.
 
     Returns:
         Why not all ranks' files are durable there, on every rank; and on rank 0 the entries of all of them.

@@ -29,10 +29,10 @@ from verl_slurm.runtime_state.format import RuntimeState
 from verl_slurm.save.writer.file_sealing import SealedFile
 from verl_slurm.save.writer.protocol import Sealing, Write, Written
 
+# Second copies that stay on each node.
 _SECOND_COPIES = 2
-"""Second copies that stay on each node."""
+# A save under a preemption competes with every other job's; the last one's time is taken this many times.
 _SLACK = 1.5
-"""A save under a preemption competes with every other job's; the last one's time is taken this many times."""
 
 
 class Medium(StrEnum):
@@ -57,12 +57,7 @@ class MediumResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def why_not_shared(last_seconds: float | None, seconds_left: float | None, *, has_local: bool) -> str:
-    """Why a save is not even tried on shared storage; empty: it is.
-
-    Args:
-        last_seconds: that the last save took there; None: not known yet.
-        seconds_left: until the ranks must be gone; None: no hurry.
-    """
+    """Returns why a save is not tried on shared storage, which took `last_seconds` before; empty: it is."""
     # Without a second medium there is nothing to fall back to, and without a measured time no reason to skip one: the
     # save is tried.
     if not has_local or last_seconds is None or seconds_left is None or seconds_left >= last_seconds * _SLACK:
@@ -71,7 +66,7 @@ def why_not_shared(last_seconds: float | None, seconds_left: float | None, *, ha
 
 
 def problems_of(ranks: Sequence[str]) -> str:
-    """One text of each rank's problem, by rank; empty: there is none."""
+    """Returns one text of each rank's problem, by rank; empty: there is none."""
     # Cut: a thousand ranks may say the same, and the text goes into messages of bounded size.
     return "; ".join(f"rank {rank}: {problem}" for rank, problem in enumerate(ranks) if problem)[:500]
 
@@ -110,12 +105,9 @@ class Provenance:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalPlace:
-    """The node's own disk, as one of its ranks sees it.
+    """The node's own disk, as one of its ranks sees it; `keep` parts stay.
 
-    Attributes:
-        directory: `checkpoint.store.local_copy.local_directory`.
-        is_first: this rank commits and cleans up for its node; exactly one rank of a node does.
-        keep: parts that stay.
+    `is_first`: this rank commits and cleans up for its node; exactly one rank of a node does.
     """
 
     directory: Path
@@ -247,7 +239,7 @@ class PendingSave:
             return self._manifest
 
     def saved(self, *, num_bytes: int, on_shared: bool, problem: str) -> SavedCheckpoint:
-        """The result, as of now."""
+        """Returns the result, as of now."""
         return SavedCheckpoint(
             name=self.name,
             # Monotonic: a clock that is set during the save must not make the next one look too slow for its deadline.

@@ -6,9 +6,8 @@ these. They are kept because a model may draw from them (dropout), and so may li
 Names in the runtime state: `python` (`random`), `numpy` (the legacy global), `torch`, and `cuda`, this rank's GPU's,
 where it works on one. Fixed-width arrays, so nothing of it is pickled.
 
-A rank that works on the CPU of a machine with GPUs has no part in them: asking for their generators would make a CUDA
-context there, of some hundred MB. A state that has one and a rank that has not, or the other way round, is a run that
-went on on another device: that generator begins anew, as all sums do.
+A state with `cuda` for a rank without one, or the other way round, is of a run that changed its device: that
+generator begins anew, as all sums do.
 """
 
 import math
@@ -53,18 +52,15 @@ def capture() -> Generators:
         "numpy": _NUMPY.pack(*np.asarray(keys).tolist(), position, has_gauss, gauss),
         "torch": torch.get_rng_state().numpy().tobytes(),
     }
-    # Asked, not made: the question for a device's state would create a context there.
+    # Asked, not made: the question for a device's state would create a context there, of some hundred MB, also where
+    # the rank works on the CPU.
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
     return state
 
 
 def restore(state: Mapping[str, bytes]) -> None:
-    """Put back what `capture` gave.
-
-    Raises:
-        CheckpointCorrupt: a generator is missing from `state` or its bytes are not of this format.
-    """
+    """Puts back what `capture` gave. CheckpointCorrupt: a generator is missing, or not of this format."""
     try:
         tensors = to_tensors(state)
         version, *words, spare = _PYTHON.unpack(state["python"])

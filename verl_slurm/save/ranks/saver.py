@@ -53,20 +53,18 @@ from verl_slurm.save.ranks.tensors import Tensors
 from verl_slurm.save.writer.file_sealing import begin_sealing, cipher_for, seal_small
 from verl_slurm.save.writer.protocol import Sealing, Write
 
+# Reachable storage answers who owns the run in less.
 _PATIENCE_S = 1.0
-"""Reachable storage answers who owns the run in less."""
 
 
 class CheckpointSaver:
     """Saves the same tensors again and again. Collective; made on the main thread of every rank.
 
     Args:
-        domains: `actor`, `critic`, `optimizer` → the live tensors of this rank (`save.ranks.tensors`),
-            which stay where they are until the next `lay_out`.
+        domains: `actor`, `critic`, `optimizer` → the live tensors of this rank (`save.ranks.tensors`), which
+            stay where they are until the next `lay_out`.
         attempt_check: raises `Fenced` when this attempt of the run no longer owns it; asked by rank 0.
-        local: where this node keeps its second copy; None: nowhere.
         usual_seconds: that a save to shared storage took before; None: not known.
-        encryption: source of the key to encrypt and sign with; None: neither is done.
 
     Raises:
         KeyRefused, PermissionRefused: `keys.load_keys`.
@@ -116,20 +114,19 @@ class CheckpointSaver:
         on_kept: Callable[[SavedCheckpoint], None] | None = None,
         on_part: Callable[[], None] | None = None,
     ) -> "Future[SavedCheckpoint]":
-        """Save the state as it is now, at the position that `contents.runtime` names. Returns at once.
+        """Saves the state as it is now, at the position that `contents.runtime` names. Returns at once.
 
         The tensors must not change until `fence` has returned. The save before must be done. Main thread.
 
         Args:
-            then: called on every rank after the commit, by the thread "checkpoint"; it may use the collective that
-                it is given. It must not raise.
+            then: called on every rank after the commit, by the thread "checkpoint"; it may use the collective
+                that it is given. It must not raise.
             seconds_left: until the ranks must be gone: where shared storage would take longer, only the local
                 copy is written. Rank 0's counts.
-            components: of a partial save, the domains; it goes to `RunPaths.partial` and has no second copy. Empty:
-                a full one.
-            on_kept: given on all ranks or none. With it the local copy is read back as soon as it is committed. If
-                shared storage does not have the checkpoint by then, this is called with a save that nothing can
-                undo. By the thread "second-copy", once at most, before or after the result is there.
+            components: of a partial save, the domains; it goes to `RunPaths.partial` and has no second copy.
+            on_kept: given on all ranks or none. With it the local copy is read back once it is committed. If
+                shared storage does not have the checkpoint by then, this is called with a save that nothing
+                can undo. By the thread "second-copy", once at most, before or after the result is there.
             on_part: called when this rank's own files are durable on a medium, by the medium's thread.
 
         Returns:
@@ -316,7 +313,6 @@ class CheckpointSaver:
     def _commit(
         self, save: PendingSave, sealing: Sealing | None, entries: tuple[FileEntry, ...]
     ) -> MediumResult:
-        """Rank 0: shared storage has it all."""
         assert save.staging is not None
         problem = ""
         manifest = self._manifest(save, sealing, entries)
@@ -333,10 +329,7 @@ class CheckpointSaver:
     def _manifest_for_nodes(
         self, save: PendingSave, sealing: Sealing | None, entries: tuple[FileEntry, ...]
     ) -> Manifest:
-        """Rank 0: the same, unless it is known by now that another attempt owns the run.
-
-        Without shared storage that cannot be asked. It is asked again when the parts are brought home.
-        """
+        """Rank 0: as `_manifest`; raises `Fenced` if it is known by now that another attempt owns the run."""
         wait([save.owned], timeout=_PATIENCE_S)
         # Not answered within the limit: the storage is away. Then the parts are committed for an owner that is not
         # known, and the start that brings them home compares attempts.
@@ -347,7 +340,6 @@ class CheckpointSaver:
     def _manifest(
         self, save: PendingSave, sealing: Sealing | None, entries: tuple[FileEntry, ...]
     ) -> Manifest:
-        """Rank 0: one for all media, so that the copies are the same."""
 
         def make() -> Manifest:
             manifest = sealed(manifest_of(save, self._provenance, entries, sealing))
@@ -369,13 +361,11 @@ class CheckpointSaver:
             save.owned.set_result(None)
 
     def _require_owner(self, save: PendingSave) -> None:
-        """Before anything is written: the nodes' parts must not be committed for a run that another attempt owns."""
         self._ask_owner(save)
         if not self._ranks.rank:
             save.owned.result()
 
     def _clean(self, save: PendingSave) -> None:
-        """Remove the staging directories of a failed save."""
         with suppress(OSError):
             if save.staging is not None:
                 door.abort(save.staging)

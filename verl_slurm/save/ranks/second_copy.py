@@ -48,13 +48,10 @@ class NodeCopies:
     def begin(
         self, save: PendingSave, manifest: Callable[[tuple[FileEntry, ...]], Manifest]
     ) -> "Future[MediumResult]":
-        """Write the save, and commit it when every rank's part is durable; returns at once.
+        """Writes the save, and commits it when every rank's part is durable; returns at once.
 
-        Args:
-            manifest: rank 0's, sealed, of these entries. Called from the thread "second-copy".
-
-        Returns:
-            Done once it is committed or has failed. It raises `RanksFailed`.
+        `manifest`, rank 0's, is called from the thread "second-copy". The future is done once the save is
+        committed or has failed; it raises `RanksFailed`.
         """
         done: Future[MediumResult] = Future()
 
@@ -84,10 +81,7 @@ class NodeCopies:
         return done
 
     def read_back(self, save: PendingSave) -> str:
-        """Read every byte of all nodes' parts; returns what is wrong, and removes damaged parts. Collective.
-
-        After the future of `begin` is done.
-        """
+        """Reads all nodes' parts, once `begin` is done; returns faults, and removes bad parts. Collective."""
         # On the thread "second-copy" in both cases: the parts' collectives belong to its group.
         found = save.read_back or self._thread.submit(self._read_back, save)
         return found.result()

@@ -31,18 +31,10 @@ from verl_slurm.save.writer.protocol import Write, Written
 
 
 class Staging:
-    """One rank's arena and saver. Make it on the main thread: the saver dies with the thread that started it.
-
-    Args:
-        domains: domain → tensors that stay where they are until the next `lay_out`.
-        ranks: to agree on the layout. Collective.
-        hashers: threads that hash.
-        encryption: where the saver finds its key.
+    """One rank's arena and saver. Collective; made once per rank, on the main thread: the saver ends with it.
 
     Raises:
-        ConfigError: there is no memory for another copy of this rank's state.
-
-    Runs once per rank.
+        RanksFailed: a node has no memory for another copy of its ranks' state; or as `plan_layout`.
     """
 
     def __init__(
@@ -61,10 +53,7 @@ class Staging:
     def lay_out(self, domains: Mapping[str, Tensors]) -> None:
         """Takes other tensors from the next save on. Collective, on the main thread; no save may be under way.
 
-        Arena and saver stay where each tensor keeps its place; a saver that died is replaced.
-
-        Raises:
-            RanksFailed: as the constructor; nothing can be saved then until another call succeeds.
+        RanksFailed: as the constructor; nothing can be saved then until another call succeeds.
         """
         layout = plan_layout(domains, self._ranks)
         # Padding between tensors is zero in a new arena alone, so another layout takes a new one.
@@ -114,12 +103,13 @@ class Staging:
     def begin(
         self, request: "Future[Write]", on_done: Callable[[Written], None] = lambda _: None
     ) -> "Future[None]":
-        """Save the tensors as they are now. The save before must be done.
+        """Saves the tensors as they are now. The save before must be done.
 
         Args:
-            request: for the writer process, of some or all of `layout.files`. All tensors are copied, whatever it
-                names. The staging thread waits for it after the copy.
-            on_done: called with the answer for each directory, as soon as there is one, from the staging thread.
+            request: for the writer process, of some or all of `layout.files`; all tensors are copied before
+                it.
+            on_done: called with the answer for each directory, as soon as there is one, from the staging
+                thread.
 
         Returns:
             Done when all directories are answered for. It raises the exception of `request`, and SaverDied.
@@ -222,7 +212,6 @@ def _ranks_here() -> int:
 
 
 def _require_memory(num_bytes: int, ranks: int) -> None:
-    """Refuses where the node lacks the memory for its ranks' arenas."""
     # For all ranks of this node: each asks before any has touched a page.
     free = available_memory()
     if num_bytes * ranks > free:
@@ -251,7 +240,6 @@ def _pin(arena: Arena, device: torch.device | None) -> bool:
 
 
 def _unpin(arena: Arena, device: torch.device | None) -> None:
-    """Undo it, before the memory is unmapped."""
     with torch.cuda.device(device):
         code = int(torch.cuda.cudart().cudaHostUnregister(_address(arena)))  # type: ignore[no-untyped-call]
     if code:

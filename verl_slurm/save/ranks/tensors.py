@@ -35,11 +35,7 @@ def model_tensors(model: nn.Module) -> Tensors:
 
 
 def optimizer_tensors(parts: Mapping[str, tuple[nn.Module, Optimizer]]) -> Tensors:
-    """The state tensors of each role's optimizer, named after the parameter they belong to.
-
-    Args:
-        parts: role → (model, its optimizer), the state already there (`initialise_adamw`).
-    """
+    """Returns the state tensors of each role's (model, optimizer), as `initialise_adamw` has made them."""
     tensors: Tensors = {}
     for role, (model, optimizer) in parts.items():
         _reshard(model)
@@ -53,13 +49,8 @@ def optimizer_tensors(parts: Mapping[str, tuple[nn.Module, Optimizer]]) -> Tenso
 
 
 def initialise_adamw(optimizer: Optimizer, *, to_be_loaded: bool = False) -> None:
-    """Give every parameter the state that AdamW would give it at its first update.
-
-    So that a save before the first update, and a load into a fresh process, find the same tensors.
-
-    Args:
-        to_be_loaded: every byte will be overwritten, so none is written here.
-    """
+    """Gives every parameter the state that AdamW gives it at its first update; `to_be_loaded`: unwritten."""
+    # So a save before the first update, and a load into a fresh process, find the same tensors.
     # The first touch of memory costs more than a load's copy, and the threads of a load do it while others wait for
     # storage.
     make = torch.empty_like if to_be_loaded else torch.zeros_like
@@ -90,7 +81,6 @@ def left_as_it_is() -> Iterator[None]:
 
 
 def _reshard(model: nn.Module) -> None:
-    """Let go of gathered parameters."""
     # A forward without backward leaves the root's whole (and not its own).
     if isinstance(model, FSDPModule):
         model.reshard()

@@ -16,15 +16,9 @@ _PAGE = 4096
 
 
 class Arena:
-    """A mapping of anonymous shared memory.
+    """A mapping of anonymous shared memory, of at least `size` bytes.
 
-    Args:
-        size: bytes; rounded up to whole pages, at least one.
-        fd: of an arena that another process made; None: make one.
-
-    Attributes:
-        fd: to be inherited by the saver.
-        view: all of it.
+    `fd` is of an arena that another process made; None: one is made, for the saver to inherit.
     """
 
     def __init__(self, size: int, *, fd: int | None = None) -> None:
@@ -38,11 +32,7 @@ class Arena:
         self.view = memoryview(self._map)
 
     def fault_in(self) -> None:
-        """Touch every page, now, so that no copy has to. Lets go of the interpreter lock.
-
-        Raises:
-            ConfigError: the machine has no memory for it.
-        """
+        """Touches every page, now, so that no copy has to. ConfigError: the machine has no memory for it."""
         with suppress(OSError, AttributeError):  # shared memory in huge pages is the machine's to allow
             self._map.madvise(mmap.MADV_HUGEPAGE)
         libc = ctypes.CDLL(None, use_errno=True)

@@ -28,23 +28,14 @@ SealedFile = tuple[FileEntry, bytes]
 
 
 def begin_sealing(keys: Keyring | None, name: str) -> Sealing | None:
-    """How a new save of `name` is encrypted: with a salt of its own. None without a key.
-
-    Runs on rank 0.
-    """
+    """Returns how a new save of `name` is encrypted: with a salt of its own. None: no key. Runs on rank 0."""
     if keys is None:
         return None
     return Sealing(name=name, encryption=CheckpointCipher.begin(keys.current, name).record)
 
 
 def cipher_for(keys: Keyring | None, sealing: Sealing | None) -> CheckpointCipher | None:
-    """This rank's cipher for what rank 0 began.
-
-    Raises:
-        KeyRefused: this rank has no key and rank 0 has, or the other way round, or another one.
-
-    Runs on every rank.
-    """
+    """Returns this rank's cipher for what rank 0 began. KeyRefused: one has no key, or another one."""
     # Rank 0's choice and this rank's key must agree. A rank without a key would otherwise write plaintext into an
     # encrypted checkpoint.
     if keys is None and sealing is None:
@@ -110,12 +101,7 @@ class Sealer:
 
 
 class SealedFiles:
-    """Files of one `Write`, as they will lie on disk.
-
-    Args:
-        sealers: one a file, in the order of `files`.
-        rings: page-aligned memory, one for each medium; made where it is missing.
-    """
+    """Files of one `Write`, as they will lie on disk; `rings`: page-aligned memory, one for each medium."""
 
     def __init__(
         self,

@@ -17,14 +17,7 @@ class SaverDied(OSError):
 
 
 class SaverProcess:
-    """A saver for `arena`, started at once; `wait_ready` waits until it can serve.
-
-    Args:
-        hashers: threads it hashes with.
-        encryption: where it finds the key to seal with, if it is to; the key itself does not travel.
-
-    Runs once per rank.
-    """
+    """A saver for `arena`, started at once, once per rank; `wait_ready` waits until it can serve."""
 
     def __init__(self, arena: Arena, *, hashers: int = 1, encryption: EncryptionConfig | None = None) -> None:
         # -P: otherwise Python imports from the working directory first, and a module that lies there would run here.
@@ -54,11 +47,7 @@ class SaverProcess:
         return self._process.pid
 
     def wait_ready(self) -> None:
-        """Until the arena is faulted in.
-
-        Raises:
-            SaverDied: it did not start.
-        """
+        """Waits until the arena is faulted in. SaverDied: it did not start."""
         if not isinstance(self._receive(), SaverReady):
             # No request has been sent, so this is not our program's protocol. Nothing that follows could be believed.
             raise self._died("an answer before its first word")
@@ -66,16 +55,10 @@ class SaverProcess:
     def write(
         self, request: Write, on_done: Callable[[Written], None] = lambda _: None
     ) -> tuple[Written, ...]:
-        """Send `request`; returns when each of its directories is durable or given up.
+        """Sends `request`; returns an answer for each of its directories, in order, once it has all.
 
-        Args:
-            on_done: told of each directory as soon as the saver answers for it, from this thread.
-
-        Returns:
-            An answer a directory, in the order of `directories`.
-
-        Raises:
-            SaverDied: it ended, or answered another question.
+        `on_done` is told of each as soon as it comes, from this thread. SaverDied: it ended, or talks
+        nonsense.
         """
         # Numbered, so that a late answer to an earlier request never counts for this one.
         self._count += 1

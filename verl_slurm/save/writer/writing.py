@@ -37,13 +37,12 @@ def write_and_hash(
     sealed: SealedFiles | None = None,
     on_done: Callable[[Written], None] = lambda _: None,
 ) -> tuple[tuple[FileEntry, ...], tuple[Written, ...]]:
-    """Write every file below every directory, and hash each once.
+    """Writes every file below every directory, and hashes each once.
 
     Args:
         source: the arena; page-aligned.
         directories: made where they are missing.
         hashers: threads that hash; of sealed files, that seal and hash for each directory.
-        hasher: default: the process's.
         sealed: these files; then what it seals is what is written and hashed, chunk by chunk.
         on_done: told of each directory as soon as it is done and everything is hashed, from this thread.
 
@@ -136,11 +135,8 @@ def write_small(directory: Path, files: Mapping[str, bytes]) -> None:
 def write_files(directory: str, files: Iterable[tuple[str, int, Iterable[tuple[int, memoryview]]]]) -> bool:
     """Makes new files durable below a directory; returns whether all of it went past the page cache.
 
-    Args:
-        files: of each the path, its bytes in the end, and blocks of it with their places.
-
-    Raises:
-        OSError: the medium refuses, or a file is there already.
+    `files`: of each the path, its bytes in the end, and blocks of it with their places.
+    OSError: the medium refuses, or a file is there already.
     """
     direct = True
     with _made(directory) as root, ExitStack() as opened:
