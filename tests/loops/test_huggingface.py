@@ -438,6 +438,18 @@ class Constant(TrainerCallback):
         metrics["eval_never_better"] = 0.5
 
 
+def test_a_rate_that_the_program_changed_between_two_attempts_is_said_not_to_be_used(tmp_path: Path) -> None:
+    run, same, changed = Run(tmp_path / "run"), Daemon({4: stop()}), Daemon()
+    Life(run.life(Daemon({2: stop()})))
+    Life(run.life(same))
+    last = Life(run.life(changed), learning_rate=1e-5, weight_decay=0.5)
+    assert not any("are not used" in message.text for message in same.heard(RankNotice))
+    [said] = [message for message in changed.heard(RankNotice) if "are not used" in message.text]
+    assert said.loud
+    assert "learning_rate=1e-05 (0.01), weight_decay=0.5 (0.0)" in said.text
+    assert last.trainer.optimizer.param_groups[0]["initial_lr"] == 1e-2
+
+
 @pytest.mark.parametrize("step", [2, 4, 5])
 def test_early_stopping_counts_on_over_an_interruption(tmp_path: Path, step: int) -> None:
     run = Run(tmp_path / "run")

@@ -49,10 +49,10 @@ class Numbers(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 class Net(lightning.LightningModule):  # type: ignore[misc,name-defined]
-    def __init__(self, schedule: str = "") -> None:
+    def __init__(self, schedule: str = "", lr: float = 1e-2) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 1))
-        self._schedule, self.lr = schedule, 1e-2
+        self._schedule, self.lr = schedule, lr
 
     def _loss(self, batch: Any) -> torch.Tensor:
         x, y = batch
@@ -87,13 +87,14 @@ class Life:
         noisy: bool = False,
         validates: bool = False,
         schedule: str = "",
+        lr: float = 1e-2,
         loader: type[Any] = ResumableDataLoader,
         workers: int = 0,
         fit: Mapping[str, object] | None = None,
         **settings: Any,
     ) -> None:
         lightning.seed_everything(3, verbose=False)
-        self.model = Net(schedule)
+        self.model = Net(schedule, lr)
         words = {
             "accelerator": "cpu",
             "devices": 1,
@@ -208,6 +209,18 @@ def test_a_loader_that_cannot_be_resumed_is_told_of(tmp_path: Path) -> None:
         True,
     ]
     assert all("ResumableDataLoader" in message.text for message in second.heard(RankNotice))
+
+
+def test_a_rate_that_the_program_changed_between_two_attempts_is_said_not_to_be_used(tmp_path: Path) -> None:
+    run, same, changed = Run(tmp_path / "run"), Daemon({4: stop()}), Daemon()
+    Life(run.life(Daemon({2: stop()})), schedule="plateau", validates=True)
+    Life(run.life(same), schedule="plateau", validates=True)
+    last = Life(run.life(changed), schedule="plateau", validates=True, lr=1e-5)
+    assert not any("are not used" in message.text for message in same.heard(RankNotice))
+    [said] = [message for message in changed.heard(RankNotice) if "are not used" in message.text]
+    assert said.loud
+    assert "optimizer.lr=1e-05 (0.01)" in said.text
+    assert last.trainer.optimizers[0].param_groups[0]["lr"] > 1e-5
 
 
 def test_no_data_is_refused_and_not_taken_for_the_end(tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput
 from verl_slurm.base.errors import ConfigError, DataError, VerlSlurmError
 from verl_slurm.checkpoint.format.specification import FileEntry, guest_directory
 from verl_slurm.loops.callback import Served, require_served
+from verl_slurm.loops.hyperparameters import hyperparameters, tell_replaced
 from verl_slurm.loops.session import Session
 from verl_slurm.loops.step_end import StepEndSaver
 from verl_slurm.loops.trl_state import TrlState, innermost_sampler
@@ -56,6 +57,13 @@ from verl_slurm.wire.messages import SaveRequest
 _STATE = "trainer_state.json"  # transformers.trainer.TRAINER_STATE_NAME
 # The margin of a save in `loops.reach`: all jobs of the partition use the storage at once.
 _EVALUATION_MARGIN = 1.5
+
+
+_SET_THEM = (
+    "To change one, set it in trainer.optimizer.param_groups and trainer.lr_scheduler.base_lrs, in a callback's "
+    "on_train_begin"
+)
+_OPTIMIZERS_OWN = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args")
 
 
 class _NothingLeft(Exception):
@@ -85,6 +93,7 @@ class VerlSlurmCallback(Served, TrainerCallback):
         self._evaluation_s: float | None = None
         self._steps_of_epoch = 0
         self._trl: TrlState | None = None
+        self._made_with: dict[str, Any] = {}
         self._trainer: Trainer | None = None
 
     def _resume(self) -> str | None:
@@ -111,6 +120,7 @@ class VerlSlurmCallback(Served, TrainerCallback):
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
         self._trainer, self._trl = trainer, TrlState.of(trainer)
+        self._made_with = _made_with(trainer)
         # Before `train`: the resume inside of it reads the optimizer's file.
         if trainer.args.device.type == "cpu":
             _know_cpus_by_number()
@@ -151,11 +161,14 @@ class VerlSlurmCallback(Served, TrainerCallback):
         again = self._saver is not None and args.output_dir == str(self._saver.work)
         try:
             self._require_served(args)
-            library = {"library": f"transformers {transformers.__version__}"}
+            metadata = {
+                "library": f"transformers {transformers.__version__}",
+                "made_with": self._made_with,
+            }
             saver = (
                 self._begin_again(args, state)
                 if again
-                else self._begin(state.global_step, state.max_steps, library)
+                else self._begin(state.global_step, state.max_steps, metadata)
             )
         except VerlSlurmError as error:
             # Where `train` is not on the stack, nothing else tells the daemon.
@@ -168,6 +181,8 @@ class VerlSlurmCallback(Served, TrainerCallback):
         # Looked for at every start: a job that died between its last save and its end comes here.
         if ended or 0 < state.max_steps <= state.global_step:
             raise _NothingLeft
+        if not again:
+            tell_replaced(self.session, self._made_with, _SET_THEM)
         if not again and (loss := _data_loss(args, kwargs.get("train_dataloader"))):
             self.session.notice(loss, loud=self.resume is not None)
         if self._trl is not None:
@@ -455,6 +470,13 @@ def _know_cpus_by_number() -> None:
         return storage if location.startswith("cpu:") else None
 
     torch.serialization.register_package(10_477, lambda _: None, restore)
+
+
+def _made_with(trainer: Trainer) -> dict[str, Any]:
+    """What the Trainer restores from a checkpoint in place of the program's own."""
+    if trainer.optimizer is not None:
+        return hyperparameters({"optimizer": trainer.optimizer, "lr_scheduler": trainer.lr_scheduler})
+    return {name: getattr(trainer.args, name) for name in _OPTIMIZERS_OWN}
 
 
 def _data_loss(args: TrainingArguments, loader: Any) -> str:

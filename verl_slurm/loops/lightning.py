@@ -43,12 +43,16 @@ from verl_slurm.base.bounded import RECORD, read_regular
 from verl_slurm.base.errors import CheckpointCorrupt, DataError
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.loops.callback import Served, require_served
+from verl_slurm.loops.hyperparameters import hyperparameters, tell_replaced
 from verl_slurm.loops.session import Session, plain_numbers
 from verl_slurm.save.ranks import rng
 from verl_slurm.save.ranks.rng import Generators
 
 _FILE = "lightning.ckpt"
 _LOOKED_UP = ("best", "last", "hpc", "registry")  # a ckpt_path that has Lightning look for one
+
+
+_SET_THEM = "To change one, set it in the optimizer and its scheduler, in the module's on_train_start"
 
 
 class ResumableDataLoader(DataLoader[Any]):
@@ -161,6 +165,7 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
     def __init__(self, every_n_steps: int | None = None, session: Session | None = None) -> None:
         # Before the base class: its constructor calls `_resume`, which sets it.
         self._place: _Place | None = None
+        self._made_with: dict[str, Any] = {}
         super().__init__(session)
         self._every = every_n_steps
         self._due = False
@@ -254,14 +259,23 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
         if self.session.has_daemon:
             _ignore_warnings(trainer)
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Lightning has made the optimizers, and restores their state next.
+        named: dict[str, object] = {f"optimizer{at or ''}": one for at, one in enumerate(trainer.optimizers)}
+        named |= {
+            f"scheduler{at or ''}": one.scheduler for at, one in enumerate(trainer.lr_scheduler_configs)
+        }
+        self._made_with = hyperparameters(named)
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self.session.has_daemon:
             return
         # Again: without a sanity check this is the first hook after Lightning has installed its handlers.
         _ignore_warnings(trainer)
         self._step = trainer.global_step
-        library = {"library": f"lightning {lightning.__version__}"}
-        self._begin(self._step, max(0, trainer.max_steps), library)
+        tell_replaced(self.session, self._made_with, _SET_THEM)
+        metadata = {"library": f"lightning {lightning.__version__}", "made_with": self._made_with}
+        self._begin(self._step, max(0, trainer.max_steps), metadata)
         place, self._place = self._place, None
         self._began_epoch = place is not None and place.in_epoch
         loaders = list(_flat(trainer.train_dataloader))

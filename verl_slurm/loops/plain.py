@@ -45,6 +45,7 @@ from verl_slurm.checkpoint.store.run_config import keys_for
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config.load import dump, load_own
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.loops.hyperparameters import hyperparameters, tell_replaced
 from verl_slurm.loops.loop_state import Objects, encode_state, load_state, take_state
 from verl_slurm.loops.session import Session
 from verl_slurm.loops.step_end import StepEndSaver, own_ranks
@@ -88,6 +89,9 @@ def _has_shuffle_buffer(one: object) -> bool:
             return True
         place = getattr(place, "ex_iterable", None)
     return False
+
+
+_SET_THEM = "To change one, set it in the `with` block, as in `for group in optimizer.param_groups: group['lr'] = 1e-5`"
 
 
 class LoopRun:
@@ -155,10 +159,12 @@ class LoopRun:
             self._session = self._by_hand(Path(self._run_dir))
         # Refused now, and by all ranks, not at the first save by those of one node.
         self._local = self._ranks.together("looking at checkpoint.local_dir", self._local_place)
+        made_with = hyperparameters(self._named)
         # Before the saver: it starts at the resumed step.
         if self._session.resume is not None:
             self._go_on_from(self._session.resume)
-        metadata = {"objects": list(self._objects.names)}
+        tell_replaced(self._session, made_with, _SET_THEM)
+        metadata = {"objects": list(self._objects.names), "made_with": made_with}
         self._saver = StepEndSaver(
             self._session,
             self._ranks,

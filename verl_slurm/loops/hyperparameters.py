@@ -1,0 +1,68 @@
+"""Says that a resumed loop trains with other hyperparameters than its program has now.
+
+Optimizers and schedulers restore theirs (learning rate, weight decay, ...) with their state, in torch as in Hugging
+Face's Trainer and in Lightning. Whoever changes one between two attempts would take it for used. So each checkpoint's
+metadata.json has, as `made_with`, what the program made its objects with, before any state was restored.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from verl_slurm.base.bounded import RECORD, read_regular
+from verl_slurm.loops.session import Session
+
+_MOST_NAMED = 5
+
+
+class _Metadata(msgspec.Struct, frozen=True):
+    made_with: dict[str, Any] = {}
+
+
+def hyperparameters(named: Mapping[str, object]) -> dict[str, Any]:
+    """What optimizers and schedulers among `named` were made with, by `name.key`; before their state is restored."""
+    made_with: dict[str, Any] = {}
+    for name, thing in sorted(named.items()):
+        if isinstance(thing, Optimizer):
+            for at, group in enumerate(thing.param_groups):
+                place = f"{name}[{at}]" if at else name
+                made_with |= {f"{place}.{key}": value for key, value in group.items() if key != "params"}
+        elif isinstance(thing, LRScheduler):
+            # The rates that it begins with are the optimizer's, and its place is no choice.
+            moving = ("base_lrs", "last_epoch")
+            state = thing.state_dict()
+            made_with |= {f"{name}.{key}": state[key] for key in state if key not in moving and key[0] != "_"}
+    plain = {key: _plain(value) for key, value in made_with.items()}
+    kept = {key: value for key, value in plain.items() if value is not ...}
+    # As a checkpoint gives it back: NaN, for one, is null there.
+    return msgspec.json.decode(msgspec.json.encode(kept), type=dict[str, Any])
+
+
+def _plain(value: Any) -> Any:
+    """`value` without tensors; `...`: it is no number, text, or list of them."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()  # a rate that a captured graph reads
+    if isinstance(value, tuple | list):
+        items = [_plain(item) for item in value]
+        return ... if ... in items else items
+    return value if value is None or type(value) in (bool, int, float, str) else ...
+
+
+def tell_replaced(session: Session, now: Mapping[str, Any], remedy: str) -> None:
+    """Tells people which of `now` the resumed checkpoint's replace."""
+    if session.rank or session.resume is None:
+        return
+    data = read_regular(session.resume / "metadata.json", RECORD)
+    then = msgspec.json.decode(data, type=_Metadata).made_with
+    differing = [f"{key}={now[key]} ({then[key]})" for key in now if key in then and now[key] != then[key]]
+    if differing:
+        more = f" and {len(differing) - _MOST_NAMED} more" if len(differing) > _MOST_NAMED else ""
+        session.notice(
+            f"the program's {', '.join(differing[:_MOST_NAMED])}{more} are not used: the run goes on with those that "
+            f"it began with, in brackets, which are restored with its state. {remedy}",
+            loud=True,
+        )
