@@ -154,8 +154,8 @@ def check_json(data: bytes, limit: Limit) -> None:
 
 
 def decode_json(data: bytes, form: type[T], limit: Limit, *, doubles: bool = True) -> T:
-    """Decodes JSON as `form`: within `limit`, without NaN, Infinity, numbers that overflow, or, unless `doubles` is
-    False, doubled keys.
+    """Decodes JSON as `form`: within `limit`, without NaN, Infinity, overflowing numbers, and doubled keys
+    (`doubles`).
 
     Raises:
         ValueError, RecursionError: it has one of those, is no JSON, or is not of this form.

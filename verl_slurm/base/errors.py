@@ -57,9 +57,7 @@ class VerlSlurmError(Exception):
         super().__init__(self.one_line())
 
     def one_line(self) -> str:
-        """Returns e.g. `no such key: train.stepz (expected train.steps); fix it`, and further errors behind `
-        | `.
-        """
+        """Returns e.g. `no such key: train.stepz (expected train.steps); fix it`, then further errors."""
         return " | ".join(self.lines())
 
     def lines(self) -> list[str]:
@@ -156,7 +154,7 @@ class CheckpointsLost(CheckpointCorrupt):
 
 
 class CheckpointsAbsent(CheckpointsLost):
-    """The same, where RUN's own files answer and the directory of checkpoints is absent or empty."""
+    """The same, where RUN's own files answer and the directory of checkpoints is absent or empty: it may come back."""
 
 
 class NoRoom(VerlSlurmError):

@@ -158,9 +158,7 @@ def _sweep(paths: RunPaths, won: int) -> None:
 
 
 def read_copy(paths: RunPaths) -> RunOwner | None:
-    """Returns the owner as `RUN/attempt` has it: it may be an older one. None: no such file. CheckpointCorrupt: it is
-    damaged.
-    """
+    """Returns the owner as `RUN/attempt` has it, maybe an older one; None: no file. May raise CheckpointCorrupt."""
     try:
         # Bounded and typed: the file may have been handed over or damaged.
         return decode_json(read_regular(paths.attempt, SMALL), RunOwner, SMALL, doubles=False)
@@ -180,6 +178,7 @@ def _read_claim(paths: RunPaths, number: int) -> RunOwner | None:
     """Returns the winner of `number`; None: the number is spoilt. FileNotFoundError: it is not claimed."""
     try:
         claimed = decode_json(read_regular(_claim_path(paths, number), SMALL), RunOwner, SMALL, doubles=False)
+    # Empty: it is read before it is written, on a file system without links. The next number is taken.
     except UNREADABLE:
         return None
     # A claim that was copied or renamed by hand counts for no other number.

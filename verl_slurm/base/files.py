@@ -76,8 +76,7 @@ def no_directory(error: OSError, path: Path) -> OSError | PermissionRefused:
 
 
 def open_to_group(path: Path, gid: int | None) -> None:
-    """Lets the members of a group list a directory of ours, and read the files that are there or will be made; None:
-    nobody.
+    """Lets the members of a group list a directory of ours and read its files, also those to come; None: lets nobody.
 
     Raises:
         OSError: the group is none of ours, or the directory is not.
@@ -176,8 +175,7 @@ def _others_may_replace(folder: os.stat_result) -> bool:
 
 
 def require_safe_folder(folder: Path, what: str, remedy: str = "") -> None:
-    """Raises PermissionRefused for a folder in which others could replace our files, or for a link that they could
-    turn.
+    """Raises PermissionRefused for a folder, or a link, by which others could replace our files.
 
     Args:
         what: what they could do, for the error.
@@ -291,9 +289,7 @@ def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
 
 
 def rename(source: Path, target: Path, *, durable: bool = True) -> None:
-    """Renames a file or directory. The target may be a file or an empty directory, which is replaced. A power cut may
-    undo it unless it is `durable`.
-    """
+    """Renames to a new name, or over a file or an empty directory; not `durable`: a power cut may undo it."""
     os.rename(source, target)
     if durable:
         # The new name first: a power cut in between leaves the entry under two names, and never under none.
@@ -302,10 +298,9 @@ def rename(source: Path, target: Path, *, durable: bool = True) -> None:
 
 
 def open_new(path: Path | str, *, dir_fd: int | None = None) -> int:
-    """Makes a file, 0600, and returns a descriptor for reading and writing. FileExistsError: the name is taken, by a
-    link too.
-    """
+    """Makes a file, 0600, and returns a descriptor for reading and writing. FileExistsError: the name is taken."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    # A link of that name is not followed.
     return os.open(path, flags, 0o600, dir_fd=dir_fd)
 
 
@@ -375,8 +370,7 @@ def create_file(path: Path, data: bytes, *, temp: Path | None = None) -> bool:
 
 
 def append_line(path: Path, line: bytes, *, durable: bool = True) -> None:
-    """Appends one whole line in one write (O_APPEND: two writers never mix on a local disk). OSError: it is not there
-    whole.
+    """Appends one whole line in one write (O_APPEND: two writers never mix on a local disk). May raise OSError.
 
     If it is not `durable`, the system decides when the line reaches the disk.
     """

@@ -36,9 +36,7 @@ def available_memory(
 
 
 def oom_kills(*, cgroups: Path = Path("/sys/fs/cgroup"), own: Path | None = None) -> int | None:
-    """Returns how many processes of this control group the kernel has killed for lack of memory; None: it does not
-    tell.
-    """
+    """Returns how many processes of this control group the kernel has killed for lack of memory; None: unknown."""
     with suppress(OSError):
         for line in (own or Path("/proc/self/cgroup")).read_text().splitlines():
             _, kinds, path = line.split(":", 2)

@@ -66,9 +66,7 @@ class PackageMissing(VerlSlurmError):
 
 
 def require_packages(*names: str, wanted_by: str) -> None:
-    """Raises PackageMissing for the first that is not installed; imports nothing. `wanted_by`: the subject of its
-    sentence.
-    """
+    """Raises PackageMissing for the first that is not installed; imports nothing. `wanted_by`: for its sentence."""
     for name in names:
         if find_spec(name) is None:
             raise PackageMissing(name, wanted_by)

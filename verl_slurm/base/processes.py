@@ -34,9 +34,7 @@ def known(pid: int) -> KnownProcess | None:
 
 
 def birth_of(pid: int) -> str:
-    """Returns `BOOT_ID:TICKS` of a live process. Empty: there is none, or it is a zombie, or the system does not
-    tell.
-    """
+    """Returns `BOOT_ID:TICKS` of a live process. Empty: there is none, it is a zombie, or it is not known."""
     # Not dates: psutil counts a process's creation from a boot time that moves whenever the clock is set. Two machines,
     # or one machine before and after that, disagree about it.
     try:
@@ -53,9 +51,7 @@ def boot_id() -> str:
 
 
 def stat_fields(pid: int) -> list[str]:
-    """Returns the fields of `/proc/PID/stat` after the command's name: state, ppid, pgrp, session, ... May raise
-    OSError.
-    """
+    """Returns the fields of `/proc/PID/stat` after the command: state, ppid, pgrp, ... OSError: no such process."""
     # The process chooses its name freely, including blanks and brackets.
     return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
@@ -68,8 +64,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Makes the kernel send this process a signal when the *thread* that forked it ends. May be called between fork
-    and exec.
+    """Makes the kernel send this process a signal when the *thread* that forked it ends. For use between fork and
+    exec.
 
     The exec of a set-user-ID program clears it. The kernel does not report a parent that died before this call.
     """

@@ -104,9 +104,7 @@ def names_in(run: Path, folder: Path) -> list[str]:
 
 @contextmanager
 def open_below(root: int, path: str) -> Iterator[int]:
-    """Yields a read descriptor of `path` below the directory `root`. OSError: a name on the way is missing, a link,
-    or closed.
-    """
+    """Yields a read descriptor of `path` below the directory `root`. OSError: a name of it is missing or a link."""
     *folders, name = path.split("/")
     opened: list[int] = []
     try:
@@ -159,9 +157,7 @@ class _Walk:
         self.entries: list[Entry] = []
 
     def descend(self, fd: int, prefix: str, above: tuple[tuple[int, int], ...]) -> None:
-        """Takes the entries of `fd` and of those below it; `above`: device and inode of it, and of each that contains
-        it.
-        """
+        """Takes the entries of `fd` and below; `above`: device and inode of it and of all that contain it."""
         begin = len(self.entries)
         try:
             self._take(fd, prefix)
@@ -208,9 +204,7 @@ class _Walk:
 
 
 def files_below(root: Path, *, follow: bool = False) -> dict[str, os.stat_result]:
-    """Returns the regular files below a directory by their relative paths, sorted. Raises as `open_directory`,
-    `list_tree`.
-    """
+    """Returns the regular files below a directory by relative path, sorted. Raises as `list_tree`."""
     with open_directory(root, follow=follow) as fd:
         return {entry.path: entry.info for entry in list_tree(fd, follow=follow) if entry.kind == "file"}
 

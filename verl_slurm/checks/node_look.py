@@ -226,9 +226,7 @@ def _is(row: Mapping[str, str], name: str) -> bool:
 
 
 def judge_gpus(rows: Sequence[Mapping[str, str]], visible: Sequence[str]) -> Finding:
-    """Judges the state of the job's GPUs, by the rows of `nvidia-smi --query-gpu`. No `visible` ones: all that are
-    there.
-    """
+    """Judges the rows of `nvidia-smi --query-gpu` of the job's GPUs; without `visible` ones, of all."""
     if any(name.startswith("MIG-") for name in visible):
         return skipped("GPUs", "the job has parts of GPUs (MIG)")
     if missing := [name for name in visible if not any(_is(row, name) for row in rows)]:
@@ -287,8 +285,7 @@ def _read_log(path: Path) -> list[str]:
 
 
 def judge_kernel_log(records: Iterable[str], bus_ids: Sequence[str], now_s: float) -> Finding:
-    """Judges the records of /dev/kmsg, `PRIORITY,NUMBER,MICROSECONDS,FLAGS;TEXT`, at `now_s` of the clock from the
-    boot.
+    """Judges the records of /dev/kmsg, `PRIORITY,NUMBER,MICROSECONDS,FLAGS;TEXT`; `now_s` counts from the boot.
 
     `bus_ids`: of the job's GPUs, as nvidia-smi writes them (`00000000:3B:00.0`).
     """

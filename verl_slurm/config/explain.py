@@ -86,9 +86,7 @@ def explain(wanted: str) -> list[Key]:
 
 
 def explain_fully(wanted: str) -> list[Explained]:
-    """Returns the same as `explain`, with all that shipped configurations and other keys say of each. Raises as it
-    does.
-    """
+    """Returns the same as `explain`, with all that shipped configurations and other keys say of each."""
     named = _named()
     return [
         Explained(

@@ -159,9 +159,7 @@ def _not_causal(said: Mapping[str, Any]) -> str:
 
 
 def right_attentions(said: Mapping[str, Any]) -> list[Attention]:
-    """Returns the attentions that compute a model with this config.json as it was made; `auto` takes the first that
-    its class has. Pure.
-    """
+    """Returns the attentions that compute a model as it was made; `auto` takes the first that its class has. Pure."""
     kind = str(said.get("model_type"))
     # Its eager attention adds the bias of ALiBi twice (transformers 5.10 and 5.24), and the flash one refuses it.
     if kind == "falcon" and said.get("alibi"):

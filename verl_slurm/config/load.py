@@ -490,9 +490,7 @@ _VERL_WORD = re.compile(r"(\+{0,2}[A-Za-z_][A-Za-z0-9_@/.-]*)=(.*)", re.DOTALL)
 
 
 def settings_of(words: typing.Sequence[str]) -> dict[str, Value]:
-    """Returns the settings of the words, the last of each key. What is no setting becomes a key with a blank at its
-    end.
-    """
+    """Returns the last setting of each key; what is no setting becomes a key with a blank at its end."""
     return dict(_verl_word(word) for word in _with_values(words))
 
 

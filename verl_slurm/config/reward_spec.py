@@ -73,8 +73,7 @@ def nearest_form(text: str) -> str:
 
 
 def source_file(spec: RewardSpec, path: Sequence[str] | None = None) -> Path:
-    """Returns the source file of a `python:` reward; imports nothing. `path`: where modules are looked for; None:
-    sys.path.
+    """Returns the source file of a `python:` reward; imports nothing. No `path`: modules are looked for in sys.path.
 
     Raises:
         ConfigError: no such file, no such module, or a module without a source file.
@@ -99,8 +98,7 @@ def source_file(spec: RewardSpec, path: Sequence[str] | None = None) -> Path:
 
 
 def check_function(spec: RewardSpec, file: Path) -> bool:
-    """Checks that the file binds the function's name to something that may take three lists; returns whether the
-    function reads its third argument, the answers, as far as can be seen.
+    """Checks a reward's function; returns whether it reads its third argument, the answers, as far as can be seen.
 
     Raises:
         DataError: the file cannot be read or parsed.

@@ -54,8 +54,8 @@ class Document(NamedTuple):
 
 
 def parse(raw: bytes, source: str) -> Document:
-    """Reads one YAML mapping; `source`: its name in errors. ConfigError: anything outside the subset, with line and
-    column.
+    """Reads one YAML mapping; `source`: its name in errors. ConfigError, with line and column: it is none of the
+    subset.
     """
     if len(raw) > MAX_BYTES:
         raise _too_large(source, f"{len(raw)} bytes", MAX_BYTES)

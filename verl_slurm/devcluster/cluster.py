@@ -304,6 +304,7 @@ class DevCluster:
                 if node not in daemons.slurmd:
                     log = self.directory / "log" / node_log_name(node)
                     raise self._did_not_start(f"slurmd of {node}", log)
+            # Slurm has no event for the registration of all nodes.
             time.sleep(_POLL_S)
         raise SlurmRefused(
             "the nodes did not become idle",

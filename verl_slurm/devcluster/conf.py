@@ -108,9 +108,7 @@ def gres_conf(layout: ClusterLayout) -> str:
 
 
 def slurm_conf(options: ClusterOptions, layout: ClusterLayout, settings: Mapping[str, str]) -> str:
-    """Returns the text of slurm.conf. The layout must have `options.nodes + 1` ports; `settings` are further ones, or
-    others in the place of ours.
-    """
+    """Returns the text of slurm.conf, with `settings` added or instead of ours; needs `options.nodes + 1` ports."""
     base = layout.directory
     auth = f"socket={layout.munge_socket}"
     if options.cred_expire_s is not None:

@@ -1,5 +1,4 @@
-"""Reads from a run's journal what a simulation needs to know of it. Pure: its history and rows of steps in, values
-out.
+"""Reads from a run's journal what a simulation needs to know of it. Pure: history and rows of steps in, values out.
 
 A value of which the journal has no example is left out: `plan_inputs.complete` says then what is assumed.
 

@@ -71,10 +71,9 @@ async def from_slurm(config: RunConfig, client: SlurmClient) -> tuple[dict[str, 
 def from_storage(
     config: RunConfig, paths: RunPaths, probe: Callable[[Path], PlaceReport] = probe_place
 ) -> tuple[dict[str, KnownValue], list[str]]:
-    """Returns the size of a checkpoint, and how long its save takes at the speed that the storage shows now. Paths
-    absolute.
+    """Returns the size of a checkpoint, and how long its save takes at the speed that the storage shows now.
 
-    `probe` writes 64 MiB to the place of the checkpoints, and removes them.
+    Paths are absolute. `probe` writes 64 MiB to the place of the checkpoints, and removes them.
     """
     size = checkpoint_size(config, [info for info in list_checkpoints(paths) if info.kind == "committed"])
     if size is None:

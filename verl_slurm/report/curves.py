@@ -128,7 +128,7 @@ class Steps:
         return parts | ({"other": round(rest, 3)} if parts and rest > 0.0 else {})
 
     def stall_after(self, saves: Sequence[int]) -> list[float | None]:
-        """Seconds that training waited for saves after each of the steps `saves` (rising), up to the next; None: not
+        """Seconds that training waited for saves from each of the steps `saves` (rising) to the next; None: not
         measured.
         """
         found: list[float | None] = [None] * len(saves)

@@ -100,9 +100,7 @@ class LiveRuns:
         return self._trouble or self._fleet.problem
 
     def look(self, *, ask: bool = False) -> None:
-        """Reads what has changed; with `ask` also what the scheduler says of the runs that have not ended, once a
-        minute.
-        """
+        """Reads what has changed; with `ask` also, once a minute, whether runs that have not ended live."""
         self._dirty.clear()
         self._forget()
         try:

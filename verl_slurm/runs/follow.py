@@ -1,5 +1,4 @@
-"""Follows one run to its end, woken by the file system instead of by a clock, or many, by the sizes of their
-journals.
+"""Follows one run to its end, woken by the file system and not by a clock, or many, by the sizes of their journals.
 
 No journal tells that a lead was killed. The scheduler, or the process table, is asked about that: about one run after
 a silence, about many by one question, once a minute.

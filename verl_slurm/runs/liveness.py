@@ -114,9 +114,7 @@ def job_state(paths: RunPaths, job: Submission) -> JobState:
 
 
 def cluster_of_another(job: Submission) -> str:
-    """Returns that the job is of another Slurm cluster than the one here; empty: it is not, or not known. May raise
-    SlurmMissing.
-    """
+    """Returns that the job is of another Slurm cluster; empty: it is not, or not known. May raise SlurmMissing."""
     if not job.slurm:
         return ""
     here = asyncio.run(SlurmClient().cluster_name())
@@ -173,9 +171,7 @@ def is_held(reason: str) -> bool:
 
 
 def needed_change(reason: str) -> str:
-    """Returns what of a waiting job has to be changed before Slurm starts it; empty: it waits for its turn alone.
-    Pure.
-    """
+    """Returns what has to be changed of a waiting job before Slurm starts it; empty: it waits for its turn. Pure."""
     # The reasons are those of `job_reason_string` in Slurm's slurm_protocol_defs.c.
     return next((change for pattern, change in _CHANGES.items() if re.match(pattern, reason)), "")
 
@@ -190,9 +186,7 @@ def runs_here(root: Path, job: JobFacts) -> bool:
 
 
 def may_be_of(root: Path, job: JobFacts, *, queued_by_us: bool) -> bool:
-    """Returns whether a job with the number of the run's, which `submit` or a lead queued (`queued_by_us`), can be
-    the run's.
-    """
+    """Returns whether a job with this number can be the run's (`queued_by_us`: by `submit` or a lead)."""
     # On another cluster, and where a cluster's numbers begin anew, the number is another job's.
     if runs_here(root, job) or job.command is None:
         return True  # a site may hide it

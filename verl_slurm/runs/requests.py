@@ -192,9 +192,7 @@ def _require_living(run: RunPaths, by_hand: str) -> str:
 
 
 def _require_own(run: RunPaths, job: Submission, by_hand: str) -> None:
-    """Refuses a Slurm job that nothing but the run's journal ties to the run (SlurmRefused). Raises as
-    `SlurmClient.job`.
-    """
+    """Raises SlurmRefused for a job that the run's journal alone ties to the run; else as `SlurmClient.job`."""
 
     # A local lead is recognised by its own command line, whatever the journal says.
     if job.cluster != "slurm":

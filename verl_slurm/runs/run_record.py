@@ -65,9 +65,7 @@ _SCRIPT = re.compile(r"(\d{1,10})_submission\.sh", re.ASCII)
 
 
 def job_by_files(paths: RunPaths) -> Submission | None:
-    """Returns the newest job that RUN/attempt or RUN/logs names, for a run whose journal was emptied; None: they name
-    none.
-    """
+    """Returns the newest job that RUN/attempt or RUN/logs names, for a run whose journal was emptied; or None."""
     found: list[tuple[float, Submission]] = []
     with suppress(OSError, VerlSlurmError):
         if (owner := read_copy(paths)) is not None and owner.cluster in ("slurm", "local"):

@@ -68,9 +68,7 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 def render_script(plan: SubmissionPlan) -> str:
-    """Returns the batch script that submitit would hand to sbatch, byte for byte. SlurmMissing: submitit finds no
-    srun.
-    """
+    """Returns the batch script that submitit would hand to sbatch, byte for byte. SlurmMissing: there is no srun."""
     executor = _slurm_executor(plan.config, RunPaths(plan.run_dir), avoids=plan.avoids)
     # Private to submitit, whose public `submit` writes the script and queues it at once.
     text: str = executor._make_submission_file_text(executor._submitit_command_str, "")
@@ -281,6 +279,7 @@ def _not_called() -> None:
 
 
 def _stay_private_to_this_process() -> None:
+    # Off the pipe that the parent reads to its end: the controller outlives this process.
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 2)
     os.close(null)

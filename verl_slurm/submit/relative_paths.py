@@ -234,7 +234,7 @@ def absolute_reward(text: str, base: Path) -> str:
 
 
 def find_python(text: str, places: Places) -> str:
-    """Returns the directory of `slurm.python`: an environment's, or conda's of this name. ConfigError: none, or
+    """Returns the directory of `slurm.python`, an environment's or conda's of this name. ConfigError: none, or
     several.
     """
     if "/" not in text and not (here := Path(places.path("slurm.python", text))).is_dir():

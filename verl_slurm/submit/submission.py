@@ -285,8 +285,7 @@ def _accepted(drift: prints.Drift) -> ev.ForceResume:
 
 
 def plan_verl_run(target: Path, overrides: Sequence[str] = (), *, dry_run: bool = False) -> SubmissionPlan:
-    """Plans the run of verl that `target`, a run or a YAML file, is or describes, to take over checkpoints; makes
-    nothing.
+    """Plans the run of verl that `target`, a run or a YAML file, is, to take over checkpoints; makes nothing.
 
     `overrides` are for a run that does not exist yet.
 

@@ -127,8 +127,9 @@ def trains_line(config: RunConfig, given: Collection[str], cluster: Cluster, of_
 
 
 def why_done(config: RunConfig, committed: Sequence[CheckpointInfo]) -> str:
-    """Returns why another job of a run that has ended well would end at once; empty if it would not. `committed`:
-    newest first.
+    """Returns why another job of a run that has ended well would end at once; empty if it would not.
+
+    `committed`: its checkpoints, newest first.
     """
     steps = config.train.steps
     # Loops that are not ours know their end themselves. Without the last checkpoint its steps are to be done again.

@@ -262,9 +262,7 @@ def _checkpoints_of(place: Path) -> dict[Path, int]:
 
 
 def one_checkpoint(place: Path, run: RunPaths | None = None) -> Path:
-    """Returns the checkpoint that a word names: a directory, a run (its newest), or with `run` a name in it. May
-    raise NotFound.
-    """
+    """Returns the checkpoint that a word names: a directory, a run (its newest), or with `run` a name in it."""
     # With --run a word is a name and never a path: a directory of that name may lie beside the caller.
     if run is not None:
         if not CHECKPOINT_NAME.fullmatch(str(place)):

@@ -136,6 +136,7 @@ def _snapshot_lines(facts: dict[str, Any], now: datetime) -> Iterator[tuple[str,
     if problem := snapshot.get("save_problem"):
         yield "saves", f"FAIL, so all since the checkpoint below would be done again: {problem}"
     yield "training", story.progress(snapshot | {"step": facts["step"]})
+    # For terminals: a bar or a curve tells nothing that the words beside it do not.
     drawn = min(_MOST_DRAWN, render.width() // 3) if render.draws() else 0
     before = f"{render.bar(pace.share, drawn)} " if pace.share is not None and drawn else ""
     yield "steps", before + run_tables.steps_words(pace)
@@ -255,9 +256,7 @@ def _warned(events: list[Event], *topics: str) -> list[Warned]:
 
 
 def _losses(run: RunPaths, facts: dict[str, Any], events: list[Event], history: History) -> list[str]:
-    """Returns what starts since the last submission found lost, and what the next one will; notes that in the last
-    outage.
-    """
+    """Returns what starts since the last submission found lost, and what the next one will."""
     lines = [event.text for event in _warned(since(events, Submitted), "checkpoint", "rollouts")]
     last = next((one for one in history.outages[-1:] if one.seconds is None and one.resumed is None), None)
     ended = facts["job_over"] or facts["job_waits"] or facts["outcome"] is not None
@@ -272,15 +271,15 @@ def _losses(run: RunPaths, facts: dict[str, Any], events: list[Event], history: 
         if lost := lost_rollouts(run, load_resolved(run.run_yaml), history, name):
             lines.append(lost)
             if last is not None:
+                # Noted in the interruption that is not over.
                 last.rollouts_lost = lost
     return lines
 
 
 def _reward_in_force(run: RunPaths, now: int) -> dict[str, Any] | None:
-    """Returns the reward that scores the running step, since when, and the open part of a replacement. None: a
-    guest's loop.
-    """
+    """Returns the reward of the running step, since when, and an open replacement. None: a guest's loop."""
     try:
+        # Not for `list`: to read a thousand configurations takes many seconds.
         config = load_resolved(run.run_yaml)
         if config.trainer.is_guest:
             return None

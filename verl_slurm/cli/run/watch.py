@@ -120,9 +120,7 @@ _LONGEST = 24
 
 
 def _watch_fleet(places: Sequence[Path], *, as_json: bool) -> int:
-    """Prints the events of the runs in and below `places` until none lives; returns 0, or the highest exit code of a
-    run.
-    """
+    """Prints the events of the runs in and below `places` until none lives; returns 0, or their highest exit code."""
     bottom = render.BottomLine()
     tellers: dict[Path, story.Story] = {}
     turns = 0

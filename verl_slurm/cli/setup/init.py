@@ -202,9 +202,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_offers(wanted: str | None, warn: Callable[[str], None]) -> list[Offer]:
-    """Returns the partitions that take jobs, or the wanted one, the default one first; none without Slurm. May raise
-    NotFound.
-    """
+    """Returns the partitions that take jobs, or the wanted one (NotFound), the default first; none without Slurm."""
     try:
         return asyncio.run(_ask(wanted))
     except SlurmMissing as error:
@@ -239,8 +237,7 @@ def usual_ranks(given: Sequence[Offer], partition: str | None) -> int:
 
 
 def parse_place(text: str, given: Sequence[Offer]) -> ClusterPlace:
-    """Returns the place that `2x8 gpu` describes: nodes, ranks on each, and a partition. Without `given`, this
-    machine.
+    """Returns the place that `2x8 gpu` describes: nodes, ranks on each, a partition. Without `given`, here.
 
     Raises:
         ConfigError: another form, or more ranks than a node has GPUs.
@@ -439,9 +436,7 @@ def _submit(file: Path, answers: Answers) -> str:
 
 
 class _Asker:
-    """Collects the answers: each from an option (`given`, by name), from the user if there is one to `ask`, or by
-    default.
-    """
+    """Collects the answers: each from an option (`given`), from the user if there is one to `ask`, or by default."""
 
     def __init__(self, file: Path, given: dict[str, Any], *, ask: bool) -> None:
         self.file, self.given, self._ask = file, given, ask

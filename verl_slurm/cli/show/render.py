@@ -101,9 +101,7 @@ def error(problem: VerlSlurmError, *, as_json: bool) -> None:
 
 
 def fields(rows: Iterable[tuple[str, object]], colours: Mapping[str, str] | None = None) -> None:
-    """Prints aligned `name  value` lines, without those of no value; on a terminal in `colours` by the value's first
-    word.
-    """
+    """Prints aligned `name  value` lines, without empty values; `colours` by the first word, on a terminal."""
     # Made harmless before widths are taken: an escaped character is longer than what it stands for.
     shown = [(name, safe(value)) for name, value in rows if value not in (None, "")]
     names = max((len(name) for name, _ in shown), default=0) + GAP

@@ -52,9 +52,7 @@ def _without_facts(text: str) -> str:
 
 
 class Story:
-    """Tells the events of one run in their order, and no reason twice; with `verbose` also Slurm's answers, word for
-    word.
-    """
+    """Tells the events of one run in order, and no reason twice; `verbose`: with Slurm's answers, word for word."""
 
     def __init__(self, *, verbose: bool = False) -> None:
         self._told: set[str] = set()

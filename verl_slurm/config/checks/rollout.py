@@ -77,9 +77,7 @@ def require_engine(config: RunConfig) -> None:
 
 
 def check_engine(config: RunConfig, where: str, model: Mapping[str, Any]) -> None:
-    """Raises ConfigError if the engine cannot sample from a model with this config.json; `where`: its name in the
-    error.
-    """
+    """Raises ConfigError if the engine cannot sample from a model with this config.json, which lies at `where`."""
     if config.rollout.engine != "vllm":
         return
     # The first one is enough: it is raised.

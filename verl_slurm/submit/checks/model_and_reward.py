@@ -29,9 +29,7 @@ _BUILD_TIMEOUT_S = 900.0
 
 
 def cache_dir() -> Path:
-    """Returns `$XDG_CACHE_HOME/verl-slurm/builtin/VERSION`, mostly below ~/.cache; VERSION hashes the code of the
-    builder.
-    """
+    """Returns `$XDG_CACHE_HOME/verl-slurm/builtin/VERSION`, mostly below ~/.cache. VERSION: the builder's hash."""
     builder = hashlib.sha256()
     # By the builder's code and not by the version: a changed builder never sees the output of an older one.
     for source in sorted((Path(verl_slurm.__file__).parent / "quickstart").glob("*.py")):
@@ -135,10 +133,9 @@ RULES = ("arithmetic",)
 
 
 def check_reward(text: str, config: RunConfig | None = None) -> list[str]:
-    """Refuses a reward that does not exist, as far as can be seen without running it; returns notes. Paths are
-    absolute.
+    """Refuses a reward that does not exist, as far as can be seen without running it; returns notes.
 
-    Without a `config`, imports are not looked for in the ranks' Python.
+    Paths are absolute. Without a `config`, imports are not looked for in the ranks' Python.
 
     Raises:
         ConfigError: none of the forms, no such rule, module or function.
@@ -226,9 +223,7 @@ def _check_classifier(directory: Path) -> None:
 
 
 def check_guest(config: RunConfig) -> list[Finding]:
-    """Checks the program and its data; paths absolute. DataError: `data.root` is not there. Also raises as
-    `check_program`.
-    """
+    """Checks the program (`check_program`) and its data; paths absolute. DataError: `data.root` is not there."""
     found = check_program(config)
     # A guest may have its data elsewhere, or none; what it names is fingerprinted, and so has to exist.
     root = data_root(config)

@@ -143,9 +143,7 @@ def require_whole_weights(directory: Path) -> None:
 
 
 def refuse_pointers(files: Iterable[Path]) -> None:
-    """Raises DataError for files that a clone without Git LFS has made, pointers without content: the first, and how
-    many.
-    """
+    """Raises DataError for files of a clone without Git LFS that are pointers: the first, and how many."""
     pointers = [file for file in files if is_lfs_pointer(file)]
     if pointers:
         raise DataError(
@@ -340,9 +338,7 @@ def _check_end_tokens(directory: Path, named: tuple[int, ...]) -> None:
 def _special_tokens(
     directory: Path,
 ) -> tuple[str | msgspec.UnsetType | None, str | msgspec.UnsetType | None, dict[str, int]]:
-    """Returns the tokenizer's end token and padding (UNSET if no file has the key), and the tokens with their
-    numbers.
-    """
+    """Returns the tokenizer's end token and padding (UNSET: no file has the key), and the numbers of tokens."""
 
     def read(name: str, form: type[T]) -> T | None:
         path = directory / name
@@ -390,8 +386,7 @@ def said_of(path: str) -> dict[str, Any]:
 
 
 def check_family(config: RunConfig) -> list[str]:
-    """Refuses a model (checked, paths absolute) that cannot be trained as configured; otherwise returns notes for the
-    user.
+    """Refuses a checked model that cannot be trained as configured; otherwise returns notes for the user.
 
     Raises:
         DataError: the first complaint, about the model itself.

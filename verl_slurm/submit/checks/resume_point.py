@@ -49,9 +49,7 @@ class ResumeFound(msgspec.Struct, frozen=True):
 
 
 def check_records(paths: RunPaths, committed: Sequence[CheckpointInfo]) -> None:
-    """Raises CheckpointCorrupt for a record that the job reads at its start and that is damaged; `committed`: newest
-    first.
-    """
+    """Raises CheckpointCorrupt for a damaged record that the job reads at its start; `committed`: newest first."""
     read_owner(paths)
     read_reward_plan(paths)
     try:
@@ -139,8 +137,8 @@ def check_frozen_inputs(config: RunConfig, paths: RunPaths, name: str) -> list[s
 
 
 def _changed(paths: RunPaths, tree: Path, digest: str) -> str | None:
-    """Returns how a tree differs from the recorded one; empty: not at all; None: it is too large to be read, and no
-    recorded size differs.
+    """Returns how a tree differs from the recorded one; empty: not at all; None: too large to be read, of equal
+    sizes.
     """
     if not tree.is_dir():  # e.g. a built-in model, which is built again
         return None

@@ -56,8 +56,7 @@ _UNPARSED = (OSError, SyntaxError, ValueError, RecursionError, MemoryError)
 
 
 def check_program(config: RunConfig) -> list[Finding]:
-    """Checks `trainer.command` (paths absolute): that it is a Python program, is there, and that its imports are
-    installed.
+    """Checks that `trainer.command` (paths absolute) is a Python program, is there, and has its imports installed.
 
     Raises:
         ConfigError: another program, a launcher or a shell, an option of Python's, a module that is not there.
@@ -191,7 +190,7 @@ def _no_program(words: Sequence[str], why: str) -> ConfigError:
 
 def _given_to(words: Sequence[str]) -> tuple[dict[str, str], Sequence[str]]:
     """Returns the variables that a command sets for its program, as `env` and shells do, and the words after the
-    first ones.
+    first.
     """
     end = len(words) - len(program_behind(words))
     rest = list(
@@ -272,9 +271,7 @@ _NOT_RUN: ContextVar[str] = ContextVar("why the ranks' Python is not run", defau
 
 @contextmanager
 def python_not_run(reason: str) -> Iterator[None]:
-    """Leaves the ranks' Python alone in all checks below for this reason (`ranks_environment.why_not_run`); empty: it
-    is run.
-    """
+    """Leaves the ranks' Python alone in all checks below for this reason (`why_not_run`); empty: it is run."""
     token = _NOT_RUN.set(reason)
     try:
         yield
@@ -307,7 +304,7 @@ def _environ(config: RunConfig) -> dict[str, str]:
 def answer_of_ranks_python(
     config: RunConfig, program: str, text: str, timeout_s: float = 120.0
 ) -> tuple[str, str]:
-    """Runs a program of ours, with `text` as its input, in the ranks' Python; returns its last line, or why there is
+    """Runs a program of ours, with `text` as input, in the ranks' Python; returns its last line, or why there is
     none.
     """
     if reason := _NOT_RUN.get():
@@ -338,8 +335,8 @@ def why_unseen(config: RunConfig) -> str:
 def check_modules(
     config: RunConfig, names: Sequence[str], what: str, beside: Sequence[str] = ()
 ) -> list[Finding]:
-    """Raises ConfigError for top-level modules that the ranks' Python does not find, imported by `what`. Imports none
-    of them.
+    """Raises ConfigError for top-level modules, imported by `what`, that the ranks' Python does not find. Imports
+    none.
 
     `beside`: further directories that are searched.
     """

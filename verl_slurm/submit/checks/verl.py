@@ -281,9 +281,7 @@ def _judged_by_verl(config: RunConfig, composed: Composed) -> list[Finding]:
 def _composed(
     config: RunConfig, paths: RunPaths, said: Mapping[str, Setting], refused: list[ConfigError]
 ) -> tuple[Composed, list[str], list[ConfigError]]:
-    """Composes verl's settings, its own defaults included; returns them, notes, and `refused` with what else is
-    wrong.
-    """
+    """Composes verl's settings, its defaults included; returns them, notes, and what is wrong, `refused` included."""
     entry, notes = config.trainer.entry, list[str]()
     if not config.trainer.command:  # a recipe has files of its own, and may read more keys
         former, notes = unread_additions(entry, said.values())
@@ -635,9 +633,7 @@ def _check_rows(
     *,
     begun: bool,
 ) -> list[Finding]:
-    """Checks the files of `data.train_files` or `data.val_files` that are on this machine; `begun` makes missing
-    shards a note.
-    """
+    """Checks the files of a key that are on this machine; once the run has `begun`, missing shards are a note."""
     places = [Path(one.place).expanduser() for one in inputs]
     where, there = f"verl.{key}", [place for place in places if place.exists()]
     if not there:
