@@ -1,12 +1,7 @@
 """Reads files that other users may have written, in bounded memory.
 
-A file from outside (a checkpoint, a run, a model, a directory of verl) chooses its own size and content. So each kind
-of small file has a `Limit` here. It bounds the size, asked of the open file before a byte is read, and the number of
-JSON values, counted before any becomes an object. Python needs 32 to 104 bytes for a JSON value of two characters, so a
-size alone would bound memory only to 26 times itself.
-
-The limits hold what real files need (`tests/hostile/test_handed_over.py` computes the largest ones). They keep what a
-hostile file adds to a command below 300 MB.
+A file from outside (a checkpoint, a run, a model, a directory of verl) chooses its own size and content. Each kind of
+small file has a `Limit` here: what real files need, and below 300 MB more for a command that reads a hostile one.
 """
 
 import errno
@@ -27,29 +22,24 @@ from verl_slurm.base.one_line import shell_word
 
 T = TypeVar("T")
 
+# Depth of nested objects; our own files have at most six levels.
 _MAX_DEPTH = 64
-"""Depth of nested objects; our own files have at most six levels."""
+# Bytes of text that is not ASCII: one such character can make Python take four bytes for each of its text.
 _MAX_UNICODE = 32 << 20
-"""Bytes of text that is not ASCII. One such character can make Python take four bytes for each character of its
-text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """Bounds one kind of file.
-
-    Attributes:
-        num_bytes: of the file.
-        num_values: JSON values, counted as commas and opening brackets. An untyped value takes up to 104 bytes.
-    """
+    """Bounds one kind of file: its bytes, and its JSON values, counted as commas and opening brackets."""
 
     num_bytes: int
+    # A size alone would bound memory only to 26 times itself: Python needs 32 to 104 bytes for a JSON value
+    # of two characters.
     num_values: int = 0
 
 
 MANIFEST = Limit(num_bytes=64 << 20, num_values=1_250_000)
-"""manifest.json: a leaf of 67 bytes for each 4 MiB of tensors, enough for 3.7 TB. With 10,000 ranks (40,000 files) it
-needs 6.4 MB, and 17 MB for each TB of tensors."""
+"""manifest.json: a leaf of 67 bytes for each 4 MiB of tensors, enough for 3.7 TB; 10,000 ranks need 6.4 MB besides."""
 INDEX = Limit(num_bytes=256 << 20, num_values=36_000_000)
 """index.json for a load: about 100 bytes and 9 values per piece, or per run of pieces."""
 SHOWN_INDEX = Limit(num_bytes=32 << 20, num_values=4_500_000)
@@ -57,8 +47,7 @@ SHOWN_INDEX = Limit(num_bytes=32 << 20, num_values=4_500_000)
 DATA_FILES = Limit(num_bytes=32 << 20, num_values=1_250_000)
 """orchestration.json: two values and 100 bytes per data file, enough for 300,000 files."""
 FINGERPRINT = Limit(num_bytes=512 << 20, num_values=16_000_000)
-"""Fingerprint of a data set: 150 bytes per file. Its structs are closed, so a hostile one costs no more than a good
-one."""
+"""Fingerprint of a data set: 150 bytes per file."""
 RECORD = Limit(num_bytes=8 << 20, num_values=1_000_000)
 """metadata.json (4096 rows of history), and the files that parts of verl-slurm write for each other."""
 JOURNAL = Limit(num_bytes=32 << 20, num_values=2_000_000)
@@ -78,11 +67,7 @@ SAFETENSORS_HEADER = Limit(num_bytes=32 << 20, num_values=2_500_000)
 
 
 class TooMuch(VerlSlurmError, ValueError):
-    """A file, or the JSON in it, exceeds its limit, or the name is not of a regular file.
-
-    A part that can do without the file catches it; else the command ends with it. Its text does not name the path,
-    since callers put the text beside the path; `one_line` names it.
-    """
+    """A file, or the JSON in it, exceeds its limit, or the name is not of a regular file. `one_line` names the path."""
 
     exit_code = ExitCode.PERMISSION
 
@@ -98,16 +83,14 @@ def named(path: Path | str) -> Iterator[None]:
 
 
 def open_regular(path: Path | str, *, follow: bool = False) -> int:
-    """Opens a regular file for reading and returns its descriptor.
-
-    Args:
-        follow: the last name may be a link, for paths that users type.
+    """Opens a regular file for reading and returns its descriptor; `follow`: the last name may be a link.
 
     Raises:
         OSError: the file does not exist, or is not readable for us.
         TooMuch: it is no regular file.
     """
     # O_NONBLOCK: opening a FIFO in place of a file must not wait for a writer.
+    # Links are for paths that users type.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
     with named(path):
         try:
@@ -126,11 +109,7 @@ def open_regular(path: Path | str, *, follow: bool = False) -> int:
 
 
 def read_regular(path: Path | str, limit: Limit, *, follow: bool = False) -> bytes:
-    """Reads all of a regular file, if it is within `limit`.
-
-    Raises:
-        OSError, TooMuch: see `open_regular` and `read_fd`.
-    """
+    """Reads all of a regular file, if it is within `limit`. Raises as `open_regular` and `read_fd`."""
     fd = open_regular(path, follow=follow)
     try:
         with named(path):
@@ -140,7 +119,7 @@ def read_regular(path: Path | str, limit: Limit, *, follow: bool = False) -> byt
 
 
 def read_fd(fd: int, limit: Limit) -> bytes:
-    """Reads all of an open regular file, if it is within `limit`: at most the size that it had when it was opened.
+    """Reads an open regular file, if it is within `limit`: at most the size that it had when it was opened.
 
     Raises:
         OSError: the storage did not deliver it, or it was truncated meanwhile.
@@ -163,11 +142,7 @@ def read_fd(fd: int, limit: Limit) -> bytes:
 
 
 def check_json(data: bytes, limit: Limit) -> None:
-    """Refuses more bytes or values than `limit`. It does not check that the bytes are JSON.
-
-    Raises:
-        TooMuch: there are more.
-    """
+    """Raises TooMuch if there are more bytes or values than `limit`. It does not check that the bytes are JSON."""
     if len(data) > limit.num_bytes:
         raise TooMuch(f"{len(data)} bytes, at most {limit.num_bytes}")
     if len(data) > _MAX_UNICODE and not data.isascii():
@@ -179,16 +154,15 @@ def check_json(data: bytes, limit: Limit) -> None:
 
 
 def decode_json(data: bytes, form: type[T], limit: Limit, *, doubles: bool = True) -> T:
-    """Decodes JSON as `form`: within `limit`, without doubled keys, NaN, Infinity or numbers that overflow.
-
-    Args:
-        doubles: False allows doubled keys, where they cannot mislead another reader.
+    """Decodes JSON as `form`: within `limit`, without NaN, Infinity, overflowing numbers, and doubled keys
+    (`doubles`).
 
     Raises:
         ValueError, RecursionError: it has one of those, is no JSON, or is not of this form.
     """
     # Counted in the bytes: no object exists yet.
     check_json(data, limit)
+    # Not where they cannot mislead another reader.
     if doubles:
         refuse_doubled_keys(data)
     return msgspec.json.decode(data, type=form)
@@ -205,14 +179,9 @@ _TOKEN = re.compile(
 
 
 def refuse_doubled_keys(data: bytes) -> None:
-    """Refuses JSON with a key twice in one object: two readers may take two different values of it.
-
-    msgspec silently takes the last one, and `json` would build all objects first.
-
-    Raises:
-        ValueError: a key is doubled, or objects are nested deeper than any of ours.
-    """
+    """Raises ValueError for JSON with a key twice in one object, or with objects nested deeper than any of ours."""
     # One set of keys for each object that is open.
+    # Of a doubled key two readers may take two different values: msgspec the last one, silently.
     keys: list[set[bytes]] = []
     for match in _TOKEN.finditer(data):
         bracket = match[3]
@@ -258,8 +227,7 @@ def read_model_config(directory: Path) -> dict[str, Any]:
 
 
 def vocabulary_of(directory: Path) -> int | None:
-    """Returns the number of tokens that the model of a directory has; None: it does not say. Raises as
-    `read_model_config`."""
+    """Returns the number of tokens of a directory's model; None: it does not say. Raises as `read_model_config`."""
     config = read_model_config(directory)
     inner = config.get("text_config")
     size = config.get("vocab_size", inner.get("vocab_size") if isinstance(inner, dict) else None)
@@ -267,8 +235,8 @@ def vocabulary_of(directory: Path) -> int | None:
 
 
 def read_end_tokens(directory: Path) -> tuple[int, ...]:
-    """Returns the ids that end a response, as Hugging Face's `generate` takes them from a model directory: those of
-    generation_config.json, or of config.json where that file is missing.
+    """Returns the ids that end a response, as Hugging Face's `generate` takes them: those of generation_config.json,
+    or of config.json where that file is missing.
 
     Raises:
         ValueError: they are no token ids; or as `read_regular` and `decode_json`.

@@ -1,7 +1,4 @@
-"""Computes SHA-256 of a stream, and chooses the number of threads for it.
-
-hashlib releases the interpreter lock for blocks above 2 KiB, so threads use all cores.
-"""
+"""Computes SHA-256 of a stream, and chooses the number of threads for it."""
 
 import hashlib
 import os
@@ -11,11 +8,7 @@ _BLOCK = 4 << 20
 
 
 def hash_fd(fd: int) -> tuple[int, str]:
-    """Returns size in bytes and SHA-256 (hex) of all that `fd` holds, read from its start.
-
-    Raises:
-        OSError: a read failed.
-    """
+    """Returns size in bytes and SHA-256 (hex) of all that `fd` holds, read from its start. May raise OSError."""
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
     digest = hashlib.sha256()
     size = 0
@@ -28,4 +21,5 @@ def hash_fd(fd: int) -> tuple[int, str]:
 
 def num_threads() -> int:
     """Returns the number of hashing threads: the cores we may use, at most 8 (beyond that storage is the limit)."""
+    # hashlib releases the interpreter lock for blocks above 2 KiB, so threads use all cores.
     return max(1, min(8, len(os.sched_getaffinity(0))))

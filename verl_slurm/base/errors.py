@@ -1,8 +1,6 @@
 """Defines every error that users meet: the problem, the place, found against expected, and the next command.
 
-The class tells who can fix it and which exit code the program ends with. Messages are one line. Text from outside is
-escaped, so a hostile file name cannot forge a second line. `restart_may_help` tells whether the ranks start again after
-an error.
+The class tells who can fix it and the exit code. Messages are one line; text from outside is escaped.
 """
 
 import errno
@@ -20,8 +18,8 @@ UNREADABLE = (ValueError, RecursionError)
 """Errors of msgspec and json for bytes that they cannot read."""
 
 
+# Characters of each part of an error's line. Longer text was not written for people.
 _MOST = 2000
-"""Characters of each part of an error's line. Longer text was not written for people."""
 
 
 def _shown(part: object) -> str:
@@ -36,8 +34,6 @@ class VerlSlurmError(Exception):
     Args:
         what: what was tried and did not work, a short clause.
         where: the path, key or host that the error concerns.
-        found: the value that was found.
-        expected: the value that was expected.
         remedy: the next command or action, always given to the user.
     """
 
@@ -45,7 +41,7 @@ class VerlSlurmError(Exception):
     others: tuple["VerlSlurmError", ...] = ()
     """Further errors that were found at the same time (`together`)."""
     not_looked_at: tuple[str, ...] = ()
-    """What a check would have looked at, had this error not been: in plain words."""
+    """What a check would have looked at, had this error not been, in plain words."""
 
     def __init__(
         self,
@@ -61,9 +57,7 @@ class VerlSlurmError(Exception):
         super().__init__(self.one_line())
 
     def one_line(self) -> str:
-        """Returns the error as one line, e.g. `no such key: train.stepz (expected train.steps); fix it`, and further
-        ones behind ` | `.
-        """
+        """Returns e.g. `no such key: train.stepz (expected train.steps); fix it`, then further errors."""
         return " | ".join(self.lines())
 
     def lines(self) -> list[str]:
@@ -93,11 +87,7 @@ E = TypeVar("E", bound=VerlSlurmError)
 
 
 def together(errors: Sequence[E], not_looked_at: Sequence[str] = ()) -> E:
-    """Returns the first error with all others in its message, each once: the user learns of all of them at once.
-
-    Args:
-        not_looked_at: because of them; added to what each of them names.
-    """
+    """Returns the first error with all others in its message, each once; adds `not_looked_at` to what they name."""
     by_line: dict[str, VerlSlurmError] = {}
     for error in errors:
         found: list[VerlSlurmError] = [error, *error.others]
@@ -164,12 +154,11 @@ class CheckpointsLost(CheckpointCorrupt):
 
 
 class CheckpointsAbsent(CheckpointsLost):
-    """The same, where RUN's own files answer and the directory of checkpoints is absent or empty: it may be a file
-    system that is not mounted, and come back."""
+    """The same, where RUN's own files answer and the directory of checkpoints is absent or empty: it may come back."""
 
 
 class NoRoom(VerlSlurmError):
-    """The file system of the run has no room for a single checkpoint: the run could train and never save."""
+    """The file system of the run has no room for a single checkpoint."""
 
     exit_code = ExitCode.NO_ROOM
 
@@ -211,12 +200,9 @@ class TierError(VerlSlurmError):
 
 
 class TierAway(TierError):
-    """A tier that has what is needed does not answer: it may later.
+    """A tier that has what is needed does not answer: it may later."""
 
-    Attributes:
-        child_code: exit code by which a child of the lead says so (EX_TEMPFAIL of sysexits.h).
-    """
-
+    # The exit code by which a child of the lead says so (EX_TEMPFAIL of sysexits.h).
     child_code = 75
 
 
@@ -227,15 +213,13 @@ class RolloutMismatch(VerlSlurmError):
 
 
 class Diverged(VerlSlurmError):
-    """A gradient is not finite. Continuing would spoil the weights, and a restart would end at the same point."""
+    """A gradient is not finite."""
 
     exit_code = ExitCode.DIVERGED
 
 
 NOT_SET_UP = "the node could not be set up for its ranks"
-"""Begins the error of a node on which a program, a command or a secret of the ranks does not answer. In a run that has
-trained before, the node or its storage is to blame.
-"""
+"""Begins the error of a node on which a program, a command or a secret of the ranks does not answer."""
 # Without ENOENT and EACCES: they stay until somebody acts, and a run that ends at once is noticed sooner than one that
 # uses up its starts.
 _STORAGE = frozenset(
@@ -243,10 +227,10 @@ _STORAGE = frozenset(
     | {errno.ENOSPC, errno.EDQUOT, errno.EROFS}  # others free room; a file system is remounted after a fault
     | {errno.ENXIO, errno.ENODEV, errno.ESHUTDOWN, errno.ENOTCONN, errno.EHOSTDOWN}
 )
+# Errors of a storage or a node that may be gone at the next start.
 _TRANSIENT = _STORAGE | frozenset(
     {errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 )
-"""Errors of a storage or a node that may be gone at the next start."""
 _STORAGE_WORDS = re.compile(
     "|".join([rf"\[Errno {number}\]" for number in _STORAGE] + [os.strerror(number) for number in _STORAGE])
     + r"|\(SIGBUS\)"  # a page of a mapped file that could not be read
@@ -256,9 +240,8 @@ _STORAGE_WORDS = re.compile(
 def restart_may_help(error: VerlSlurmError) -> bool:
     """Decides whether another start of the ranks may help after an error. Every training loop asks here.
 
-    Returns:
-        True: the ranks end as after a crash, which uses up one of a bounded number of starts in a row. False: they send
-        `RankRefused`, which ends the run.
+    True: the ranks end as after a crash, of which a bounded number in a row is allowed. False: they send
+    `RankRefused`, which ends the run.
     """
     # A defect (INTERNAL) may depend on timing. A lost connection (WIRE) belongs to an agent that the next start
     # replaces.
@@ -275,7 +258,7 @@ def underlying(error: VerlSlurmError) -> VerlSlurmError:
 
 
 def names_storage_error(text: str) -> bool:
-    """Returns whether the last words of a process name an error of storage: a rank may be any program."""
+    """Returns whether the last words of a process, of any program, name an error of storage."""
     return _STORAGE_WORDS.search(text) is not None
 
 

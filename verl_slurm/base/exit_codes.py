@@ -1,8 +1,4 @@
-"""Defines the exit codes of every verl-slurm program: the command line, the daemon and the trainer.
-
-Scripts may rely on these numbers; a number is never reused. `verl-slurm --help` and docs/exit-codes.md print this
-table.
-"""
+"""Defines the exit codes of every verl-slurm program. Scripts may rely on these numbers; a number is never reused."""
 
 from enum import IntEnum
 

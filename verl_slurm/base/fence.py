@@ -1,14 +1,13 @@
 """The fencing token: decides which attempt of a run may write.
 
-A requeued job can start while ranks of its former attempt still write (seen with a slurmd that lost its controller). No
-lease stops a paused writer, so the token is checked where writes become visible. Every manifest carries its attempt,
-and a rank reads the current owner once more just before the rename that commits.
+A requeued job can start while ranks of its former attempt still write (seen with a slurmd that lost its controller).
+No lease stops a paused writer, so the token is checked where writes become visible. Every manifest carries its
+attempt, and a rank reads the current owner once more just before the rename that commits.
 
 An attempt wins number N by making the name `control/attempt_N.claim` with link(2); the file already holds all facts
 about the winner. So a number has one winner on POSIX and on NFS, permanently, and a claim is never empty.
-`RUN/attempt` is a copy of the newest claim, for people and readers; the owner is the claim with the greatest number.
-So it does not matter when a winner writes the copy. A winner that was killed, or that slept for an hour in between,
-closes no other attempt. No clock and no age decide anything here.
+`RUN/attempt` is a copy of the newest claim; the owner is the claim with the greatest number, whenever the copy is
+written. No clock and no age decide anything here.
 """
 
 import errno
@@ -29,13 +28,13 @@ from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import birth_of
 
+# Nine digits: ledger segments have the attempt in their names, and in 32 bits of their heads.
 _Number = Annotated[int, msgspec.Meta(ge=0, le=999_999_999)]
-"""Nine digits: ledger segments have the attempt in their names, and in 32 bits of their heads."""
 _TEMP = re.compile(r"\.?attempt_(\d{6,})\.")
 
 
 class RunOwner(msgspec.Struct, frozen=True, kw_only=True):
-    """Describes the owner of a run: the content of `RUN/attempt` (JSON)."""
+    """The content of `RUN/attempt` (JSON)."""
 
     attempt: _Number
     cluster: str
@@ -48,15 +47,11 @@ class RunOwner(msgspec.Struct, frozen=True, kw_only=True):
     slurm: str = ""
     """Name of the Slurm cluster: `job_id` means nothing on another one. Empty: not known."""
     born: str = ""
-    """`processes.birth_of(pid)`: tells this process from a later one of the same number, independent of clocks."""
+    """`processes.birth_of(pid)`: tells this process from a later one of the same number."""
 
 
 def read_owner(paths: RunPaths) -> RunOwner | None:
-    """Returns the present owner, or None if the run never started.
-
-    Raises:
-        CheckpointCorrupt: the file is not what `take_attempt` writes.
-    """
+    """Returns the present owner, or None if the run never started. CheckpointCorrupt: the record cannot be read."""
     # The copy is a place to start from and no more: a winner that slept may have written an older number over a newer
     # one. The claims above it decide.
     owner = read_copy(paths)
@@ -73,8 +68,7 @@ def require_attempt(paths: RunPaths, attempt: int) -> None:
 
     Raises:
         Fenced: `attempt` is closed: a newer attempt owns the run.
-        FileNotFoundError: the record of the attempt is away, and maybe all of RUN: a file system that is not mounted,
-            or a directory that was moved. Nobody else owns the run for that.
+        FileNotFoundError: the record of the attempt is away, and maybe all of RUN.
     """
     owner = read_owner(paths)
     if owner is not None and owner.attempt > attempt:
@@ -86,6 +80,7 @@ def require_attempt(paths: RunPaths, attempt: int) -> None:
         )
     if owner is None or owner.attempt < attempt:
         what = f"the record of attempt {attempt} is away; is RUN's file system mounted, or was RUN moved?"
+        # Nobody else owns the run for that: its file system may not be mounted.
         raise FileNotFoundError(errno.ENOENT, what, str(paths.control))
 
 
@@ -101,8 +96,8 @@ def take_attempt(
     """Closes the present attempt and opens the next one, as its owner.
 
     Args:
-        after: the owner that the caller has seen and found to be over. The attempt is taken from that owner, and not
-            from one that came in between. Unset: from the present owner.
+        after: the owner that the caller has found to be over, to take the attempt from it alone. Unset: from the
+            present owner.
 
     Raises:
         Fenced: another attempt took it at the same moment.
@@ -153,7 +148,7 @@ def _claim(paths: RunPaths, mine: RunOwner) -> RunOwner:
 
 
 def _sweep(paths: RunPaths, won: int) -> None:
-    """Removes temporary files of attempts that died during a claim. A live attempt has lost and will notice."""
+    """Removes temporary files of attempts that died during a claim."""
     for temp in paths.control.glob("*attempt_*.tmp"):
         number = _TEMP.match(temp.name)
         if number is not None and int(number[1]) <= won:
@@ -163,11 +158,7 @@ def _sweep(paths: RunPaths, won: int) -> None:
 
 
 def read_copy(paths: RunPaths) -> RunOwner | None:
-    """Returns the owner as `RUN/attempt` has it, for those who only look: it may be an older one. None: no such file.
-
-    Raises:
-        CheckpointCorrupt: the file is not what `take_attempt` writes.
-    """
+    """Returns the owner as `RUN/attempt` has it, maybe an older one; None: no file. May raise CheckpointCorrupt."""
     try:
         # Bounded and typed: the file may have been handed over or damaged.
         return decode_json(read_regular(paths.attempt, SMALL), RunOwner, SMALL, doubles=False)
@@ -184,14 +175,10 @@ def read_copy(paths: RunPaths) -> RunOwner | None:
 
 
 def _read_claim(paths: RunPaths, number: int) -> RunOwner | None:
-    """Returns the winner of `number`. None: an empty claim: it is read before it is written, on
-    a file system without links. Its number is spoilt: the next one is taken, which closes it.
-
-    Raises:
-        FileNotFoundError: the number is not claimed.
-    """
+    """Returns the winner of `number`; None: the number is spoilt. FileNotFoundError: it is not claimed."""
     try:
         claimed = decode_json(read_regular(_claim_path(paths, number), SMALL), RunOwner, SMALL, doubles=False)
+    # Empty: it is read before it is written, on a file system without links. The next number is taken.
     except UNREADABLE:
         return None
     # A claim that was copied or renamed by hand counts for no other number.

@@ -1,11 +1,9 @@
 """Durable, private writes: new files, fsync, rename, modes.
 
-ruff bans `os.fsync` and `os.rename` in other modules; a module with a reason of its own states it beside the call.
-
 POSIX guarantees this: after `write_file` returns, the new bytes are found under the name after a power cut. Before it
 returns, the old bytes or the new ones are found, never a mixture. NFS guarantees less: it may report a failed write
-only at close (so close is checked), and a rename may succeed and still report ESTALE. An fsync error is final for that
-file: ext4, XFS and Btrfs mark the pages clean, and a second fsync reports a false success (Rebello et al., "Can
+only at close (so close is checked), and a rename may succeed and still report ESTALE. An fsync error is final for
+that file: ext4, XFS and Btrfs mark the pages clean, and a second fsync reports a false success (Rebello et al., "Can
 applications recover from fsync failures?", USENIX ATC 2020).
 """
 
@@ -21,19 +19,17 @@ from verl_slurm.base.bounded import TooMuch, open_regular
 from verl_slurm.base.errors import PermissionRefused
 from verl_slurm.base.one_line import shell_word
 
+# Bytes of a key, an address or a plan: some KB.
 _MAX_PRIVATE = 1 << 20
-"""Bytes of a key, an address or a plan: some KB."""
+# Mode of a directory of ours that is open to a group (`open_to_group`). The set-group-ID bit tells it from
+# one that is open by accident, and gives the group to the files in it.
 _SHARED = 0o2750
-"""Mode of a directory of ours that is open to a group (`open_to_group`). The set-group-ID bit tells it from one that is
-open by accident, and gives the group to the files in it."""
 _GROUP_READS = 0o040
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
 def private_dir(path: Path) -> Path:
-    """Makes `path` (and its parents) durably and requires our own uid and mode 0700 (or what `open_to_group` gave it);
-    refuses a foreign owner.
-    """
+    """Makes `path` and its parents durably and requires our own uid and mode 0700, or that of `open_to_group`."""
     # Noted before mkdir: afterwards nothing tells which names are new and have to be made durable.
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -80,8 +76,7 @@ def no_directory(error: OSError, path: Path) -> OSError | PermissionRefused:
 
 
 def open_to_group(path: Path, gid: int | None) -> None:
-    """Lets the members of a group list a directory of ours, and read the files in it: those that are there, and those
-    that `write_file`, `append_line` and `open_log` make. None: lets nobody.
+    """Lets the members of a group list a directory of ours and read its files, also those to come; None: lets nobody.
 
     Raises:
         OSError: the group is none of ours, or the directory is not.
@@ -132,17 +127,14 @@ def share_output(folder: Path) -> None:
 
 
 def _share(fd: int, path: Path) -> None:
-    """Gives a file of ours the mode that its directory asks for. Not by `os.open`: the umask is 077."""
+    """Gives a file of ours the mode that its directory asks for."""
     if not _is_private(path.name) and stat.S_IMODE(path.parent.stat().st_mode) == _SHARED:
+        # Not by `os.open`: the umask is 077.
         os.fchmod(fd, 0o600 | _GROUP_READS)
 
 
 def open_log(path: Path, flags: int = 0) -> int:
-    """Opens a log of ours to append to it, made if it does not exist; returns the descriptor.
-
-    Args:
-        flags: more of them, e.g. `os.O_NONBLOCK`.
-    """
+    """Opens a log of ours to append to it, made if it does not exist; `flags`: more of them, e.g. `os.O_NONBLOCK`."""
     flags |= os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         return os.open(path, flags | os.O_WRONLY)
@@ -155,8 +147,6 @@ def open_log(path: Path, flags: int = 0) -> int:
 
 def make_private(path: Path) -> Path:
     """Makes a directory with an unguessable name inside a private one; it may exist already.
-
-    Several parts of a save can call it first; none waits for another.
 
     Raises:
         OSError: the storage refuses, or others could exchange the directory that holds `path`.
@@ -178,7 +168,6 @@ def make_private(path: Path) -> Path:
 
 
 def _others_may_replace(folder: os.stat_result) -> bool:
-    """Returns whether another user could replace a file or directory of ours in this folder."""
     # In a sticky directory others may add names and can replace none of ours. Root is trusted: it can do anything
     # anyway.
     writable = bool(folder.st_mode & 0o022) and not folder.st_mode & stat.S_ISVTX
@@ -186,15 +175,11 @@ def _others_may_replace(folder: os.stat_result) -> bool:
 
 
 def require_safe_folder(folder: Path, what: str, remedy: str = "") -> None:
-    """Refuses a folder in which others could replace our files.
+    """Raises PermissionRefused for a folder, or a link, by which others could replace our files.
 
     Args:
         what: what they could do, for the error.
         remedy: what else than `chmod go-w` helps.
-
-    Raises:
-        PermissionRefused: they could, there or by the link that `folder` is.
-        OSError: it cannot be examined.
     """
     info = folder.lstat()
     # A link of ours or root's is followed. One of another user's is judged as it is, and refused by its owner: they may
@@ -212,12 +197,8 @@ def require_safe_folder(folder: Path, what: str, remedy: str = "") -> None:
 
 
 def unsafe_on_the_way(path: Path) -> tuple[Path, str] | None:
-    """Finds the first directory, from the root to `path`, in which others could replace the way to our files.
-
-    Names that do not exist yet are left out. Both the path as written and the path after resolving links are checked.
-
-    Returns:
-        That directory with its mode and owner; None: there is none.
+    """Returns the first directory, from the root to `path`, in which others could replace the way to our files, with
+    its mode and owner; None: there is none. Names that do not exist yet are left out.
     """
     # Both ways count: a link on the written way can be turned, and a directory on the resolved way can be exchanged.
     written = Path(os.path.abspath(path))
@@ -238,11 +219,7 @@ def _mode_and_owner(info: os.stat_result) -> str:
 
 
 def require_safe_way(path: Path, key: str) -> None:
-    """Refuses a place for our files that others could replace by theirs.
-
-    Raises:
-        PermissionRefused: a directory on the way to `path` belongs to another user, or others may write it.
-    """
+    """Raises PermissionRefused if others could replace a directory on the way to `path`; `key` names the path."""
     if (found := unsafe_on_the_way(path)) is not None:
         raise PermissionRefused(
             "others can put a directory of theirs in the place of ours",
@@ -260,15 +237,12 @@ def require_own(
     remedy: str = "see who put it there",
     within: Path | None = None,
 ) -> None:
-    """Refuses a file or directory of another user, or one that others can write to.
+    """Raises PermissionRefused for a file or directory of another user, or one that others can write to.
 
     Args:
         what: what is not done because of it, for the error.
         remedy: what helps, besides `chmod go-w`.
-        within: the directory that is closed as a whole: where one file of it is open to others, more may be.
-
-    Raises:
-        PermissionRefused: it is such a file or directory.
+        within: the directory that is closed as a whole.
     """
     if info.st_uid != os.geteuid() or info.st_mode & 0o022:
         kind = "directory" if stat.S_ISDIR(info.st_mode) else "file"
@@ -278,6 +252,7 @@ def require_own(
             found=_mode_and_owner(info),
             expected=f"a {kind} of uid {os.geteuid()} that others cannot write to",
             remedy=f"{remedy}; if it is yours: "
+            # Where one file of it is open to others, more may be.
             + (f"chmod -R go-w {shell_word(within)}" if within else f"chmod go-w {shell_word(where)}"),
         )
 
@@ -292,8 +267,7 @@ def fsync_path(path: Path) -> None:
 
 
 def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Replaces `path` by `data`, atomically and durably (temp, fsync, rename, fsync of the folder), with
-    mode 0600 or as `open_to_group` has it.
+    """Replaces `path` by `data`, atomically and durably, with mode 0600 or as `open_to_group` has it.
 
     Args:
         durable: False: after a power cut there may be the old content, the new one, or an empty file.
@@ -315,11 +289,7 @@ def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
 
 
 def rename(source: Path, target: Path, *, durable: bool = True) -> None:
-    """Renames a file or directory. The target may be a file or an empty directory, which is replaced.
-
-    Args:
-        durable: False: a power cut may undo it.
-    """
+    """Renames to a new name, or over a file or an empty directory; not `durable`: a power cut may undo it."""
     os.rename(source, target)
     if durable:
         # The new name first: a power cut in between leaves the entry under two names, and never under none.
@@ -328,15 +298,9 @@ def rename(source: Path, target: Path, *, durable: bool = True) -> None:
 
 
 def open_new(path: Path | str, *, dir_fd: int | None = None) -> int:
-    """Makes a file, 0600, and returns a descriptor for reading and writing. A link of that name is not followed.
-
-    Args:
-        dir_fd: the folder that `path` is relative to.
-
-    Raises:
-        FileExistsError: the name is taken.
-    """
+    """Makes a file, 0600, and returns a descriptor for reading and writing. FileExistsError: the name is taken."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    # A link of that name is not followed.
     return os.open(path, flags, 0o600, dir_fd=dir_fd)
 
 
@@ -375,9 +339,8 @@ def write_new(
 def create_file(path: Path, data: bytes, *, temp: Path | None = None) -> bool:
     """Makes `path`, 0600, with this content, atomically and durably; returns False if the name is taken.
 
-    One of several callers wins, on POSIX and on NFS, and no reader sees a half-written file: it is linked to its name
-    (link(2)). A file system without links gets the name first and the content then, so a reader may find it empty.
-    Before that it is at `temp`, an unguessable name beside it; None: one is made.
+    One of several callers wins, on POSIX and on NFS, and no reader sees a half-written file; without links, a reader
+    may find it empty. `temp`: an unguessable name beside it; None: one is made.
     """
     temp = temp or path.parent / f"{path.stem}.{secrets.token_hex(8)}.tmp"
     try:
@@ -407,15 +370,9 @@ def create_file(path: Path, data: bytes, *, temp: Path | None = None) -> bool:
 
 
 def append_line(path: Path, line: bytes, *, durable: bool = True) -> None:
-    """Appends one whole line in one write, durably (O_APPEND: two writers never mix on a local disk).
+    """Appends one whole line in one write (O_APPEND: two writers never mix on a local disk). May raise OSError.
 
-    If a power cut left half a line, a newline goes first, so that only that half is lost.
-
-    Args:
-        durable: False: the system decides when the line reaches the disk.
-
-    Raises:
-        OSError: it was not written whole.
+    If it is not `durable`, the system decides when the line reaches the disk.
     """
     # O_RDWR, not O_WRONLY: the last byte is read below.
     fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -423,6 +380,7 @@ def append_line(path: Path, line: bytes, *, durable: bool = True) -> None:
         size = os.fstat(fd).st_size
         if size == 0:
             _share(fd, path)
+        # A power cut may have left half a line: a newline goes first, so that only that half is lost.
         torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
         data = (b"\n" if torn else b"") + line + b"\n"
         # No second write for the rest: between the two, another writer's line could get in. The half that is there is

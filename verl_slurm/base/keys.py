@@ -1,9 +1,9 @@
 """Loads the keys of a run, derives further keys from them, and keeps them out of every output.
 
-A key is 32 random bytes. It comes from a file (`verl-slurm init --key FILE`: 64 hex digits and a newline; 32 raw bytes
-are read too) or from an environment variable (64 hex digits). The configuration holds the path or the variable's name,
-never the key. The key itself encrypts and signs nothing: every use derives a key of its own by HKDF-SHA256 (RFC 5869),
-told apart by `info`. Its id, which is public, is the first 8 bytes (hex) of HMAC-SHA256(key, "verl-slurm key id v1").
+A key is 32 random bytes. It comes from a file (`verl-slurm init --key FILE`: 64 hex digits and a newline; 32 raw
+bytes are read too) or from an environment variable (64 hex digits). The key itself encrypts and signs nothing: every
+use derives a key of its own by HKDF-SHA256 (RFC 5869), told apart by `info`. Its id, which is public, is the first 8
+bytes (hex) of HMAC-SHA256(key, "verl-slurm key id v1").
 
 Ways to leak a key are closed: `repr`, pickling and copying, errors, core dumps.
 """
@@ -51,11 +51,7 @@ class Secret:
 
 
 class MasterKey:
-    """Holds one of the user's keys.
-
-    Attributes:
-        id: 16 hex digits, public.
-    """
+    """Holds one of the user's keys; its `id`, 16 hex digits, is public."""
 
     __slots__ = ("_secret", "id")
 
@@ -67,11 +63,7 @@ class MasterKey:
         self.id = self._secret.hmac(_ID_TEXT)[: 2 * _ID_BYTES]
 
     def derive(self, info: bytes, salt: bytes = b"") -> Secret:
-        """Derives 32 bytes for the purpose that `info` names.
-
-        Raises:
-            KeyRefused: the package `cryptography` is not installed.
-        """
+        """Derives 32 bytes for the purpose that `info` names. KeyRefused: the package `cryptography` is missing."""
         try:
             from cryptography.hazmat.primitives.hashes import SHA256
             from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -105,11 +97,7 @@ class Keyring:
         self._keys = {key.id: key for key in (*old, current)}
 
     def find(self, key_id: str, *, where: object) -> MasterKey:
-        """Returns the key of that id.
-
-        Raises:
-            KeyRefused: no key of ours has it.
-        """
+        """Returns the key of that id; KeyRefused: no key of ours has it."""
         # By the id in the data: a wrong key is told as such, and not as damage.
         key = self._keys.get(key_id)
         if key is None:
@@ -187,12 +175,11 @@ def read_key_file(path: Path) -> MasterKey:
 
 
 def new_key_file(path: Path) -> MasterKey:
-    """Makes a key and writes it, 0600, durably.
+    """Makes a key and writes it, 0600, durably. May raise OSError.
 
     Raises:
         KeyRefused: the name exists already.
         PermissionRefused: others can write the folder.
-        OSError: the key could not be written.
     """
     _require_safe_folder(path.parent)
     key = secrets.token_bytes(KEY_BYTES)
@@ -249,7 +236,6 @@ def _no_key(where: object, found: str) -> KeyRefused:
 
 
 def _require_safe_folder(folder: Path) -> None:
-    """Refuses a folder in which others can rename: they could put another file of ours in the key's place."""
     try:
         require_safe_folder(
             folder, "others can replace the key file", "put the key into a folder of your own with mode 0700"

@@ -9,11 +9,7 @@ _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 def available_memory(
     *, meminfo: Path = Path("/proc/meminfo"), cgroups: Path = Path("/sys/fs/cgroup"), own: Path | None = None
 ) -> int:
-    """Bytes that this process may still use: of the machine, and of its control groups where they say less.
-
-    Args:
-        meminfo, cgroups, own: where the kernel tells; `own` is this process's `/proc/self/cgroup`.
-    """
+    """Bytes that this process may still use: of the machine, and of its control groups where they say less."""
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
     # MemAvailable, not MemFree: the page cache gives way.
     least = int(fields["MemAvailable"].split()[0]) * 1024
@@ -40,9 +36,7 @@ def available_memory(
 
 
 def oom_kills(*, cgroups: Path = Path("/sys/fs/cgroup"), own: Path | None = None) -> int | None:
-    """Returns how many processes of this process's control group the kernel has killed for lack of memory; None: it
-    does not tell. The limit may be that of the job, the step or the whole node: the group of the process counts it.
-    """
+    """Returns how many processes of this control group the kernel has killed for lack of memory; None: unknown."""
     with suppress(OSError):
         for line in (own or Path("/proc/self/cgroup")).read_text().splitlines():
             _, kinds, path = line.split(":", 2)
@@ -54,6 +48,7 @@ def oom_kills(*, cgroups: Path = Path("/sys/fs/cgroup"), own: Path | None = None
             for group in (base / path.lstrip("/"), base):
                 with suppress(OSError, ValueError):
                     rows = dict(row.split() for row in (group / file).read_text().splitlines())
+                    # The limit may be that of the job, the step or the whole node.
                     if "oom_kill" in rows:
                         return int(rows["oom_kill"])
     return None

@@ -27,33 +27,28 @@ def file_system(path: Path) -> str:
 
 
 def is_remote(path: Path) -> bool:
-    """Returns whether other machines write there, too: inotify does not report their writes, and every look costs a
-    round trip."""
+    """Returns whether other machines write there, too."""
+    # There inotify reports no writes of others, and every look costs a round trip.
     return file_system(path).startswith(_REMOTE)
 
 
 _MOUNTINFO = Path("/proc/self/mountinfo")
 # The kernel sets ctime, by its own clock; on the second line a server does, by its.
 _WITH_CTIME = {
+    # Not: FUSE (sshfs and s3fs report mtime instead), vfat and exfat (have none), cifs (its clients can set
+    # it), squashfs, erofs and ISO images (an image made anew has the old stamps).
     *("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"),
     *("beegfs", "ceph", "gpfs", "lustre", "nfs", "nfs4"),
 }
 
 
 def keeps_ctime(path: Path) -> bool:
-    """Returns whether on the file system of `path` each write moves ctime, and no program can set it.
-
-    False, or unknown: FUSE (sshfs and s3fs report mtime instead), vfat and exfat (have none), cifs (its clients can
-    set it), squashfs, erofs and ISO images (an image made anew has the old stamps).
-    """
+    """Returns whether on the file system of `path` each write moves ctime, and no program can set it."""
     return file_system(path) in _WITH_CTIME
 
 
 def parse_mounts(text: str) -> dict[str, str]:
-    """Returns the type of each mount's file system by the mount's id, from /proc/self/mountinfo, see proc(5).
-
-    Pure. Skips lines of another form.
-    """
+    """Returns file system types by the mount's id, from /proc/self/mountinfo, see proc(5). Pure; skips other lines."""
     found = {}
     for line in text.splitlines():
         left, separator, right = line.partition(" - ")

@@ -1,9 +1,7 @@
 """Puts text from outside on one line: it cannot end a line, colour a terminal or hide the text beside it.
 
-Such text includes file and host names, an exception's message, a server's answer, and the journal of a run from
-elsewhere. Every character that Unicode does not call printable is escaped: C0 and C1 controls (ESC, and U+009B, which
-is ESC [ as one character), line and paragraph separators, marks that turn the direction of writing, and lone
-surrogates.
+Every character that Unicode does not call printable is escaped: C0 and C1 controls (ESC, and U+009B, which is ESC [
+as one character), line and paragraph separators, marks that turn the direction of writing, and lone surrogates.
 """
 
 import os
@@ -46,15 +44,13 @@ def shell_word(path: "str | os.PathLike[str]") -> str:
 
 
 def json_line(value: object) -> bytes:
-    """Returns one JSON value on one line by every reader's definition of a line; decoding gives the same value.
-
-    JSON has no lone surrogates, and a file name that is not UTF-8 has them: they become `\\udc80`, as text.
-    """
+    """Returns one JSON value on one line by every reader's definition of a line; decoding gives the same value."""
     import msgspec  # errors import this module, and `--help` avoids msgspec
 
     try:
         data = msgspec.json.encode(value)
     except UnicodeEncodeError:
+        # JSON has no lone surrogates, and a file name that is not UTF-8 has them.
         data = msgspec.json.encode(_without_surrogates(msgspec.to_builtins(value)))
     # DEL is ASCII and cannot be printed; JSON does not escape it.
     if data.isascii() and b"\x7f" not in data:

@@ -1,7 +1,4 @@
-"""Tells which extra of verl-slurm installs a missing package: the core installs without torch.
-
-It looks for packages without importing them.
-"""
+"""Tells which extra of verl-slurm installs a missing package: the core installs without torch."""
 
 import json
 import os
@@ -25,15 +22,14 @@ _EXTRA_OF = {package: extra for extra, packages in _EXTRAS.items() for package i
 
 
 def install_command(extra: str, python: str = sys.executable) -> str:
-    """Returns the command that installs verl-slurm with an extra from where this one came: its checkout, the wheel
-    that pip recorded, or the index."""
+    """Returns the command that installs verl-slurm with an extra from where this one came."""
     source = _local_source()
     what = f"{source}[{extra}]" if source else f"verl-slurm[{extra}]=={verl_slurm.__version__}"
     return f"{shell_word(python)} -m pip install {shell_word(what)}"
 
 
 def _local_source() -> str:
-    """Returns the checkout or the wheel that this was installed from, if it is still there; otherwise an empty text."""
+    """Returns the checkout or the wheel that this was installed from; empty: the index, or it is gone."""
     checkout = Path(__file__).resolve().parents[2]
     if (checkout / "pyproject.toml").is_file():
         return str(checkout)
@@ -64,21 +60,13 @@ class PackageMissing(VerlSlurmError):
 
     @classmethod
     def for_module(cls, name: str) -> "PackageMissing | None":
-        """Returns the error for a module that could not be imported; None if no extra installs it, which is a bug of
-        ours."""
+        """Returns the error for a module that could not be imported; None if no extra installs it."""
         package = name.partition(".")[0]
         return cls(package) if package in _EXTRA_OF else None
 
 
 def require_packages(*names: str, wanted_by: str) -> None:
-    """Refuses work that this environment cannot do. Imports nothing.
-
-    Args:
-        wanted_by: what needs them, the subject of the error's sentence.
-
-    Raises:
-        PackageMissing: the first that is missing.
-    """
+    """Raises PackageMissing for the first that is not installed; imports nothing. `wanted_by`: for its sentence."""
     for name in names:
         if find_spec(name) is None:
             raise PackageMissing(name, wanted_by)

@@ -44,11 +44,7 @@ CHECKPOINT_NAME = re.compile(r"step_(\d{6,})(?:_sp(\d{4,}))?", re.ASCII)
 
 
 class RunPaths:
-    """Names the files of one run. Holds no state but the root; touches no disk.
-
-    Args:
-        run: the run's own directory, if `root` is one level below it.
-    """
+    """Names the files of one run; touches no disk. `run`: the run's own directory, if `root` is one level below it."""
 
     def __init__(self, root: Path | str, run: Path | None = None) -> None:
         self.root = Path(root)
@@ -191,12 +187,13 @@ class RunPaths:
 
     @property
     def partial(self) -> "RunPaths":
-        """The root of partial saves. It is separate, so that no search for a state to resume from finds one."""
+        """The root of partial saves."""
+        # Separate, so that no search for a state to resume from finds one.
         return RunPaths(self.root / "partial", self.run)
 
     @property
     def resharded(self) -> "RunPaths":
-        """The root of copies for another number of ranks. It is separate for the same reason."""
+        """The root of copies for another number of ranks."""
         return RunPaths(self.root / "resharded", self.run)
 
     @property
@@ -208,8 +205,7 @@ class RunPaths:
         return self.checkpoints / "quarantine"
 
     def work(self, attempt: int) -> Path:
-        """The directory in which a guest's loop of one attempt writes; whole files are moved into a checkpoint from
-        there."""
+        """Where a guest's loop of one attempt writes; whole files are moved into a checkpoint from there."""
         # One for each attempt: a fenced one that still writes meets nobody else's files.
         return self.root / "work" / f"attempt_{attempt:06d}"
 

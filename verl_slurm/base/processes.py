@@ -1,8 +1,6 @@
 """Identifies processes, and sets what the kernel does at their end.
 
 A process is told from a later one with the same number by the boot and the clock tick in which it began.
-
-No core file may hold a key or a token (`forbid_core_dumps`).
 """
 
 import ctypes
@@ -13,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+# Index in `stat_fields`; proc(5) counts it as 22.
 _START_TIME = 19
-"""Index in `stat_fields`; proc(5) counts it as 22."""
 
 
 class KnownProcess(NamedTuple):
@@ -36,9 +34,7 @@ def known(pid: int) -> KnownProcess | None:
 
 
 def birth_of(pid: int) -> str:
-    """Returns `BOOT_ID:TICKS` of a live process. Empty: no process has that number, or it has ended and waits for its
-    parent, or the system does not tell.
-    """
+    """Returns `BOOT_ID:TICKS` of a live process. Empty: there is none, it is a zombie, or it is not known."""
     # Not dates: psutil counts a process's creation from a boot time that moves whenever the clock is set. Two machines,
     # or one machine before and after that, disagree about it.
     try:
@@ -55,11 +51,7 @@ def boot_id() -> str:
 
 
 def stat_fields(pid: int) -> list[str]:
-    """Returns the fields of `/proc/PID/stat` after the command's name: state, ppid, pgrp, session, ...
-
-    Raises:
-        OSError: there is no such process.
-    """
+    """Returns the fields of `/proc/PID/stat` after the command: state, ppid, pgrp, ... OSError: no such process."""
     # The process chooses its name freely, including blanks and brackets.
     return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
@@ -72,10 +64,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Makes the kernel kill this process when the *thread* that forked it ends. May be called between fork and exec.
-
-    Args:
-        number: a signal to get instead of SIGKILL.
+    """Makes the kernel send this process a signal when the *thread* that forked it ends. For use between fork and
+    exec.
 
     The exec of a set-user-ID program clears it. The kernel does not report a parent that died before this call.
     """
@@ -88,13 +78,10 @@ def become_subreaper() -> None:
 
 
 def forbid_core_dumps(*, for_good: bool = False) -> None:
-    """Turns core dumps off for this process and its children. Without the kernel's filter, the limit must suffice.
-
-    Args:
-        for_good: no process that this one starts may raise the limit again.
-    """
+    """Turns core dumps off for this process and its children; `for_good`: none of them may raise the limit again."""
     # The soft limit alone by default: a user's own program may raise it again.
     hard = 0 if for_good else resource.getrlimit(resource.RLIMIT_CORE)[1]
+    # A core file may hold a key or a token.
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
     # If `kernel.core_pattern` is a program (systemd-coredump, apport), the kernel ignores the limit (core(5)); the
     # filter then leaves all memory out of the dump. Not PR_SET_DUMPABLE: each exec resets it, and it hides a process's

@@ -10,14 +10,12 @@ from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 
 RUN_ID = re.compile(r"[0-9a-f]{16}")
+# Bytes. A segment without a record has a head alone, which is shorter (`runtime_state.segment.HEAD_BYTES`).
 _EMPTY_SEGMENT = 64
-"""Bytes. A segment without a record has a head alone, which is shorter (`runtime_state.segment.HEAD_BYTES`)."""
 
 
 def run_id(paths: RunPaths) -> str:
-    """Returns the 16 hex digits that tell this run from others of its name; the first call of a new run makes them.
-
-    To bring a lost run directory back from its tiers, write the id (a part of every key) into a new `RUN/run_id`.
+    """Returns this run's id; the first call of a new run makes it.
 
     Raises:
         TierError: the file is no id, or is lost while the ledger has records, which bear it.

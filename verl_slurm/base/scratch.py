@@ -1,7 +1,6 @@
 """Makes private directories for one process on its node, and removes those that killed processes left.
 
-A process holds a lock on its directory while it lives. The pid in the name does not suffice: in a PID namespace, as
-containers have, a process sees none of the others with which it shares /tmp.
+A process holds a lock on its directory while it lives.
 """
 
 import contextlib
@@ -15,14 +14,9 @@ _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Scratch:
-    """Makes a new directory, 0700, under an unguessable name. It is ours until `close`, or until this process ends.
+    """A new directory, 0700, under an unguessable name. It is ours until `close`, or until this process ends.
 
-    Args:
-        prefix: begins its name; leftovers of our dead processes under this prefix are removed first.
-        root: where it is made; None: tempfile's choice.
-
-    Raises:
-        OSError: it cannot be made.
+    `prefix` begins its name; leftovers of our dead processes under this prefix are removed first.
     """
 
     def __init__(self, prefix: str, root: str | Path | None = None) -> None:
@@ -36,6 +30,8 @@ class Scratch:
                 with contextlib.suppress(
                     OSError
                 ):  # no locks on this file system: a sweep removes nothing there, either
+                    # The pid in the name does not suffice: in a PID namespace, as containers have, a process
+                    # sees none of the others with which it shares /tmp.
                     fcntl.flock(self._lock, fcntl.LOCK_EX)
                 # Asked under the lock: between the two a sweep in another PID namespace may have taken it for a
                 # leftover.

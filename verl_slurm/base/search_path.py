@@ -1,8 +1,7 @@
 """Keeps the working directory out of Python's module search path.
 
-An empty element of PYTHONPATH means the working directory, and `PYTHONPATH=$MINE:$PYTHONPATH` with an unset second part
-has one. `-P` and PYTHONSAFEPATH do not cover it. Python would then run a module of that name from another user's
-directory.
+An empty element of PYTHONPATH means the working directory (`PYTHONPATH=$MINE:$PYTHONPATH` with an unset second part
+has one), and `-P` and PYTHONSAFEPATH do not cover it: Python would run a module from another user's directory.
 
 This module imports only what the interpreter has loaded before it: any other import could be the planted one.
 """
@@ -14,9 +13,9 @@ PYTHONPATH = "PYTHONPATH"
 
 
 def absolute_only(path: str) -> tuple[str, list[str]]:
-    """Returns PYTHONPATH without its empty and relative elements, and those elements. Python expands no `~`: it is
-    relative, too."""
+    """Returns PYTHONPATH without its empty and relative elements, and those elements."""
     places = path.split(os.pathsep) if path else []
+    # Python expands no `~`: it is relative, too.
     kept = [place for place in places if os.path.isabs(place)]
     return os.pathsep.join(kept), [place for place in places if not os.path.isabs(place)]
 
@@ -33,8 +32,6 @@ def clean_environment(environ: dict[str, str]) -> dict[str, str]:
 
 def leave_working_directory(program: str, module_name: str) -> None:
     """Restarts the program without those elements and prints one line about them; must be its first statement.
-
-    Removing them from `sys.path` is not enough: entries of an editable install are in there once, from any source.
 
     Args:
         program: the name of the console script. A process that only imports the program's module is left alone.
@@ -64,4 +61,6 @@ def leave_working_directory(program: str, module_name: str) -> None:
         os.environ.pop(PYTHONPATH, None)
         os.environ.update(environ)
         return
+    # Removing them from `sys.path` is not enough: entries of an editable install are in there once, from any
+    # source.
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environ)  # noqa: S606 - no shell is wanted

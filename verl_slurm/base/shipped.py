@@ -1,5 +1,4 @@
-"""Finds files that ship beside the code: examples, batch scripts, documentation, tested versions. Pure standard
-library.
+"""Finds files that ship beside the code: examples, batch scripts, documentation, tested versions.
 
 In a checkout they lie in its root. pip installs them below `share/verl-slurm/` of the environment.
 """
@@ -34,12 +33,10 @@ def examples() -> list[str]:
 
 
 def example(word: str) -> Path | None:
-    """Returns the shipped configuration of that name; None if there is none.
-
-    A file of that name in the working directory, which may be another user's, is ignored: write it `./quickstart`.
-    """
+    """Returns the shipped configuration of that name; None if there is none."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", word):
         return None
+    # Before a file of that name in the working directory, which may be another user's.
     found = Path(shipped(f"configs/{word}.yaml"))
     return found if found.is_file() else None
 

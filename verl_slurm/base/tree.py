@@ -1,7 +1,6 @@
 """Walks and opens below a directory by descriptors (openat): data, code, models and checkpoints.
 
-No link is followed (O_NOFOLLOW), unless a walk is told to: the files of data and models are links in some layouts, such
-as the cache of Hugging Face.
+No link is followed (O_NOFOLLOW), unless a walk is told to.
 """
 
 import errno
@@ -18,10 +17,10 @@ from verl_slurm.base.bounded import TooMuch
 from verl_slurm.base.files import no_directory
 
 DEEPEST = 100
-"""Directories in each other that `list_tree` enters. It bounds the recursion, and the open descriptors."""
+"""Directories in each other that `list_tree` enters: it bounds the recursion, and the open descriptors."""
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# O_NONBLOCK: opening a FIFO in place of a file must not wait for a writer.
 _FOLLOWED = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+# O_NONBLOCK: opening a FIFO in place of a file must not wait for a writer.
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _A_FILE = os.stat_result((stat.S_IFREG, *[0] * 9))
 _A_DIRECTORY = os.stat_result((stat.S_IFDIR, *[0] * 9))
@@ -54,7 +53,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
 
 @contextmanager
 def open_directory(path: Path | str, *, below: int | None = None, follow: bool = False) -> Iterator[int]:
-    """Returns a descriptor of a directory that is no link.
+    """Yields a descriptor of a directory that is no link, unless links are followed.
 
     Args:
         below: the descriptor of a directory that the path is relative to.
@@ -73,10 +72,7 @@ def open_directory(path: Path | str, *, below: int | None = None, follow: bool =
 
 @contextmanager
 def open_own(run: Path, folder: Path) -> Iterator[int]:
-    """Returns a descriptor of a run's directory, below which entries are to be listed, moved or removed.
-
-    The way to `run` may have links, which its user typed. Below it no link is followed: in a run from elsewhere it can
-    lead anywhere.
+    """Yields a descriptor of a run's directory, below which entries are to be listed, moved or removed.
 
     Raises:
         PermissionRefused: a name between is a link.
@@ -90,6 +86,7 @@ def open_own(run: Path, folder: Path) -> Iterator[int]:
             way /= name
             try:
                 # Each name below the descriptor of the one before: what was opened cannot be exchanged any more.
+                # No link is followed: in a run from elsewhere it can lead anywhere.
                 fd = opened.enter_context(open_directory(name, below=fd))
             except OSError as error:
                 raise no_directory(error, way) from error
@@ -107,11 +104,7 @@ def names_in(run: Path, folder: Path) -> list[str]:
 
 @contextmanager
 def open_below(root: int, path: str) -> Iterator[int]:
-    """Returns a read descriptor of `path` below the directory `root`; no name on the way may be a link.
-
-    Raises:
-        OSError: a name is missing, a link, or not readable for us.
-    """
+    """Yields a read descriptor of `path` below the directory `root`. OSError: a name of it is missing or a link."""
     *folders, name = path.split("/")
     opened: list[int] = []
     try:
@@ -138,8 +131,7 @@ def list_tree(
 ) -> list[Entry]:
     """Lists everything below the directory `root`, links and special files as themselves; sorted by path.
 
-    Directories in more than `DEEPEST` others are named and not entered. Entries removed during the walk are left out: a
-    tree that others work in must not look as if it did not exist.
+    Directories in more than `DEEPEST` others are named and not entered. Entries removed during the walk are left out.
 
     Args:
         most: entries that are held in memory, each about 1 KB.
@@ -160,18 +152,12 @@ def list_tree(
 
 
 class _Walk:
-    """See `list_tree`."""
-
     def __init__(self, most: int, follow: bool, numbers: bool, keep: Callable[[Entry], bool] | None) -> None:
         self._most, self._follow, self._numbers, self._keep = most, follow, numbers, keep
         self.entries: list[Entry] = []
 
     def descend(self, fd: int, prefix: str, above: tuple[tuple[int, int], ...]) -> None:
-        """Takes the entries of the directory `fd` and of those below it.
-
-        Args:
-            above: device and inode of it, and of each that contains it.
-        """
+        """Takes the entries of `fd` and below; `above`: device and inode of it and of all that contain it."""
         begin = len(self.entries)
         try:
             self._take(fd, prefix)
@@ -218,14 +204,7 @@ class _Walk:
 
 
 def files_below(root: Path, *, follow: bool = False) -> dict[str, os.stat_result]:
-    """Returns the regular files below a directory by their relative paths, sorted.
-
-    Args:
-        follow: the directory, and what is in it, may be links.
-
-    Raises:
-        OSError: see `open_directory` and `list_tree`.
-    """
+    """Returns the regular files below a directory by relative path, sorted. Raises as `list_tree`."""
     with open_directory(root, follow=follow) as fd:
         return {entry.path: entry.info for entry in list_tree(fd, follow=follow) if entry.kind == "file"}
 

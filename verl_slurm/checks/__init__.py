@@ -1,7 +1,6 @@
 """Checks before and during a run: the form of a check and of its findings, and how a list of checks is run.
 
-A check looks at one thing and says what it found. `submit`, `doctor` and the agent of a node each run those of a list
-that are for them: a wrong thing is refused by the first, listed by the second, and has a node left by the third.
+A wrong thing is refused by `submit`, listed by `doctor`, and has a node left by the node's agent.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -14,8 +13,7 @@ from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 
 Verdict = Literal["not checked", "good", "warning", "bad"]
-"""`bad`: a run would lose work or never start. `warning`: it costs time, or is a choice to know about. The better
-first."""
+"""`bad`: a run would lose work or never start. `warning`: it costs time, or is a choice to know about."""
 _ORDER: tuple[Verdict, ...] = get_args(Verdict)
 When = Literal["submit", "doctor", "node"]
 """Who runs a check. Submit and doctor run it on the machine of the user, an agent on its node before ranks start."""
@@ -91,11 +89,9 @@ class Check(Generic[S]):
 
     Attributes:
         name: what it looks at, in plain words.
-        when: who runs it.
         look: looks at it, and judges; raises a VerlSlurmError to refuse.
         goes_by: names of checks before it, and sections of the configuration. It is left out where one was refused.
-        concerns: whether it looks at something of this run. It is asked also where the check is left out, so it
-            trusts no more than what could be read.
+        concerns: whether it looks at something of this run. It is asked also where the check is left out.
     """
 
     name: str
@@ -123,10 +119,9 @@ def run_checks(
     refused: Collection[str] = (),
     begins: Callable[[str], None] = lambda _: None,
 ) -> CheckResults:
-    """Runs the checks of a list, in its order.
+    """Runs the checks of a list, in its order, on `subject`.
 
     Args:
-        subject: what they look at.
         refused: sections of the configuration that are wrong.
         begins: told the name of each check before it.
     """

@@ -2,10 +2,8 @@
 
     $XDG_STATE_HOME/verl-slurm/bad_nodes/CLUSTER/NODE.json      (mostly below ~/.local/state)
 
-The folder lies in the user's home, since it is what the login nodes and all of a cluster's nodes see of one user,
-wherever runs lie. A file is a `BadNode`, 0600, replaced as a whole, so writers need no lock: any of their verdicts
-will do. A file that is damaged, too large or another user's is passed over and named. To forget a node, remove its
-file.
+A file is a `BadNode`, 0600, replaced as a whole, so writers need no lock: any of their verdicts will do. A file that
+is damaged, too large or another user's is passed over and named. To forget a node, remove its file.
 """
 
 import os
@@ -54,8 +52,10 @@ class Recalled(msgspec.Struct, frozen=True):
 
 
 def folder(cluster: str) -> Path:
-    """Returns where the nodes of a cluster are remembered. Two clusters may share a home and have equal names."""
+    """Returns where the nodes of a cluster are remembered."""
+    # In the home: the login nodes and all nodes of a cluster see it, wherever runs lie.
     base = os.environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
+    # Two clusters may share a home and have equal names.
     return Path(base) / "verl-slurm" / "bad_nodes" / (cluster if NAME.fullmatch(cluster) else "cluster")
 
 
@@ -75,8 +75,7 @@ def remember(cluster: str, node: str, reason: str, run: Path, hours: float) -> N
 
 
 def recall(cluster: str) -> Recalled:
-    """Returns the nodes whose time is not over, and removes the files of the others. Raises nothing: without the
-    memory a run starts all the same."""
+    """Returns the nodes whose time is not over, and removes the files of the others. Raises nothing."""
     now, nodes, problems = datetime.now(UTC), [], []
     place = folder(cluster)
     try:
@@ -84,6 +83,7 @@ def recall(cluster: str) -> Recalled:
     except (FileNotFoundError, NotADirectoryError):
         return Recalled()
     except OSError as error:
+        # Without the memory a run starts all the same.
         return Recalled((), (f"{place}: {error.strerror}",))
     for name in names:
         if not name.endswith(".json") or name.startswith("."):

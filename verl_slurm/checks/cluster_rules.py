@@ -22,8 +22,8 @@ from verl_slurm.slurm.facts import PartitionFacts
 
 _OLDEST = (22, 5)
 _LEAST_JOB_AGE_S = 60
+# A guest saves at no other time (`loops.reach`).
 _END_OF_STEP = "the end of a step and a save"
-"""A guest saves at no other time (`loops.reach`)."""
 _SMALL_STEPS = "keep checkpoint.every_steps small (verl: verl.trainer.save_freq), and steps short"
 
 
@@ -46,7 +46,6 @@ def judge_cluster(
 
     Args:
         conf: `scontrol show config`.
-        partition: the one that the job goes to.
         save: the duration of a save; None: not known yet.
         others: partitions of which Slurm may take one instead.
     """
@@ -63,11 +62,7 @@ def judge_deadlines(
     save: SaveTime | None,
     others: Sequence[PartitionFacts] = (),
 ) -> list[Finding]:
-    """Judges whether a save fits between a warning and the end, at a preemption and at the time limit.
-
-    Args:
-        others: of which Slurm may take one instead.
-    """
+    """Judges whether a save fits between a warning and the end, at a preemption and at the time limit."""
     each = [(facts.name, _preemption(conf, facts, config, save)) for facts in (partition, *others)]
     if others:
         each = [
@@ -202,7 +197,6 @@ def _memory_of_jobs(conf: Mapping[str, str]) -> Finding:
 
 
 def _neighbours(config: RunConfig) -> Finding:
-    """Judges whether other users may be on the job's nodes while its ranks talk: docs/security.md."""
     if config.slurm.extra.get("exclusive"):
         return good("neighbours", "slurm.extra.exclusive: no other job is on the job's nodes")
     # What other users could reach differs by backend: docs/security.md, "Left open".
@@ -223,11 +217,7 @@ def _neighbours(config: RunConfig) -> Finding:
 
 
 def usable_s(warning_s: float, margin_s: float) -> float:
-    """Returns the seconds of a warning that a save may take.
-
-    Args:
-        margin_s: `daemon.save_margin_s`.
-    """
+    """Returns the seconds of a warning that a save may take, with `daemon.save_margin_s`."""
     return warning_s - margin_s
 
 
@@ -253,8 +243,8 @@ def _seconds(conf: Mapping[str, str], name: str, default: int) -> int:
     return int(match[0]) if match else default
 
 
+# Saves looked at: storage today differs from storage a week ago.
 _LAST = 8
-"""Saves looked at: storage today differs from storage a week ago."""
 
 
 def measured_save(history: History) -> SaveTime | None:
@@ -267,9 +257,7 @@ def measured_save(history: History) -> SaveTime | None:
 
 
 def expected_save(num_bytes: int, bytes_per_s: float) -> SaveTime:
-    """Returns the expected time. Args: num_bytes: of one checkpoint. bytes_per_s: measured write speed, fsync
-    included.
-    """
+    """Returns the expected time of a save at a measured write speed, fsync included."""
     size, speed = num_bytes / 1e9, bytes_per_s / 1e6
     return SaveTime(
         seconds=num_bytes / bytes_per_s, basis=f"{size:.3g} GB at {speed:.0f} MB/s, as measured just now"

@@ -1,8 +1,8 @@
 """The job of a fire drill: `python -m verl_slurm.checks.drill_job (batch|node) DIR`. It records what happens to it.
 
-The batch process starts one step with a process on each node. Then it and these processes all do the same. Each
-blocks all signals that Slurm may send, takes them one by one, and records them, with a sign of life every 0.2 s. It
-goes on until it is killed, or until DIR/over exists. After its requeue (SLURM_RESTART_COUNT) it says so and ends.
+The batch process starts one step with a process on each node. Each process blocks all signals that Slurm may send,
+takes them one by one, and records them, with a sign of life every 0.2 s, until it is killed, or DIR/over exists.
+After its requeue (SLURM_RESTART_COUNT) the batch process says so and ends.
 
 ```
 DIR/node-<id>.json     NodeReport of a node
@@ -95,11 +95,7 @@ def _version(name: str) -> str:
 
 
 class ClockServer:
-    """Node 0's server: answers each connection with eight bytes, the time. Publishes `HOST PORT` in a file.
-
-    One exchange shows that ports are open between nodes, and how far the clocks are apart. The offset is their clock
-    minus the middle of the question, as in NTP (RFC 5905, section 8); its error is at most half the round trip.
-    """
+    """Node 0's server: answers each connection with eight bytes, the time. Publishes `HOST PORT` in a file."""
 
     def __init__(self, address: Path, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -125,13 +121,10 @@ class ClockServer:
 
 
 def ask_clock(address: str) -> tuple[float, float]:
-    """Returns (offset, round trip) in seconds.
+    """Returns (offset, round trip) in seconds; `address`: `HOST PORT`, as node 0 published it. May raise OSError.
 
-    Args:
-        address: `HOST PORT`, as node 0 published it.
-
-    Raises:
-        OSError: it cannot be reached, or gives another answer.
+    The offset is node 0's clock minus the middle of the question, as in NTP (RFC 5905, section 8); its error is at
+    most half the round trip.
     """
     host, _, port = address.rpartition(" ")
     # The round trip by the steady clock; the wall clock may be set in between.
@@ -200,15 +193,13 @@ def _node(directory: Path, node_id: int, local_dir: str) -> int:
 
 
 def own_address() -> str:
-    """Returns the address by which other nodes reach this one: its name in Slurm if that resolves, else the host's,
-    else srun's, which runs on this node as well. A name may mean 127.0.1.1 on the node itself; a loopback address is
-    returned if there is no other.
-    """
+    """Returns the address by which other nodes reach this one; a loopback address if there is no other."""
     environ = os.environ
     found = []
     for name in (
         environ.get("SLURMD_NODENAME"),
         socket.gethostname(),
+        # srun's, which runs on this node as well.
         environ.get("SLURM_LAUNCH_NODE_IPADDR"),
     ):
         try:
@@ -220,9 +211,9 @@ def own_address() -> str:
 
 
 def _published(path: Path) -> str:
-    """Waits for node 0. Polls, because shared file systems do not report a new file."""
     deadline = time.monotonic() + _CLOCK_PATIENCE_S
     while time.monotonic() < deadline:
+        # Polled: shared file systems do not report a new file.
         if path.exists() and (text := path.read_text()):
             return text
         time.sleep(_BEAT_S)

@@ -47,8 +47,8 @@ _ASK_FOR_PORTS = (
 )
 _MEND_CLOCKS = "nothing here depends on it, but logs will; have NTP mended"
 _LIMIT_MIN = 5
+# Polling interval: Slurm and shared file systems report nothing by themselves.
 _LOOK_S = 0.3
-"""Polling interval: Slurm and shared file systems report nothing by themselves."""
 _SIGNAL_S = 10.0
 _WARNING = "SIGUSR1"
 _OURS = ("job-name", "time", "signal", "requeue", "nodes")
@@ -87,7 +87,6 @@ async def fire_drill(
     Args:
         config: of the run whose job it imitates: partition, account, nodes, options.
         parent: an existing directory that all nodes see.
-        kill_wait_s: Slurm's KillWait.
         preempt_by: a partition whose jobs preempt; None: the job is requeued instead, which ends it the same way.
         wait_s: the longest wait for the job to start, each of two times.
         show: called with what is being waited for.
@@ -140,8 +139,8 @@ async def fire_drill(
 
 
 def _argv(config: RunConfig, directory: Path) -> list[str]:
-    """Builds a command like the run's own sbatch, but short. The script is Python itself: no shell reads any of it."""
     script = directory / "drill.py"
+    # Python itself: no shell reads any of it.
     script.write_text(
         f"#!{sys.executable} -P\nimport sys\nfrom verl_slurm.checks.drill_job import main\n"
         "sys.exit(main(sys.argv[1:]))\n"
@@ -156,7 +155,7 @@ def _argv(config: RunConfig, directory: Path) -> list[str]:
 
 
 def rival_argv(config: RunConfig, directory: Path, partition: str, where: str | None) -> list[str]:
-    """Asks for the drill's own nodes: on any others it would end other users' jobs."""
+    """Asks for the drill's own nodes."""
     script = directory / "rival.py"
     script.write_text(f"#!{sys.executable} -P\nimport time\ntime.sleep(1)\n")
     asked = ["--job-name=verl-slurm-doctor", "--time=1", f"--nodes={config.distributed.nodes}", "--exclusive"]
@@ -167,6 +166,7 @@ def rival_argv(config: RunConfig, directory: Path, partition: str, where: str | 
             found=where or "none",
             remedy="try again; without --preempt-by it is requeued instead",
         )
+    # On any other nodes it would end other users' jobs.
     asked.append(f"--nodelist={where}")
     return [*asked, str(script)]
 
@@ -204,7 +204,6 @@ async def _start(
 
 
 def _clock(seconds: float) -> str:
-    """Returns the time of day in so many seconds."""
     return time.strftime("%H:%M:%S", time.localtime(time.time() + seconds))
 
 
@@ -267,11 +266,7 @@ def _record(
 
 
 def judge_nodes(reports: Sequence[NodeReport]) -> list[Finding]:
-    """Judges whether all nodes are alike, reach one another, and agree about the time.
-
-    Args:
-        reports: one per node, node 0 first.
-    """
+    """Judges whether all nodes are alike, reach one another, and agree about the time; node 0's report is the first."""
     findings = [
         _alike("python", {r.node: r.python for r in reports}),
         _alike("packages", {r.node: ", ".join(f"{k} {v}" for k, v in r.packages.items()) for r in reports}),
@@ -293,7 +288,6 @@ def judge_nodes(reports: Sequence[NodeReport]) -> list[Finding]:
 
 
 def _judge_node(report: NodeReport) -> list[Finding]:
-    """Judges a node's limits, its GPUs and its disk."""
     findings = []
     if report.open_files < _LEAST_FILES:
         files = "`ulimit -n` of 4096 or more, for Ray and vLLM"
@@ -311,7 +305,7 @@ def _judge_node(report: NodeReport) -> list[Finding]:
 
 
 def _alike(topic: str, said: dict[str, str]) -> Finding:
-    """Compares the nodes; the value that most of them have is taken for the intended one."""
+    # The value that most of them have is taken for the intended one.
     most, count = Counter(said.values()).most_common(1)[0]
     if count == len(said):
         return good(topic, f"{most} on {'all ' if count > 1 else ''}{count} node{'s' if count > 1 else ''}")

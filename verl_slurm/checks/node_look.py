@@ -1,12 +1,9 @@
-"""Looks at this node before ranks use it: `python -P -m verl_slurm.checks.node_look ORDER`, a process that may hang in
-place of an agent.
+"""Looks at this node before ranks use it: `python -P -m verl_slurm.checks.node_look ORDER`, a process that may hang
+in place of an agent.
 
-Prints one JSON line `{"begins": CHECK}` before each check, and at last one line with a list of `Finding`. An agent that
-loses patience judges by the check that had begun.
-
-nvidia-smi comes with every driver; it is NVML as a process, so a driver that hangs or crashes takes no process of ours
-along. Its exit codes are those of nvidia-smi(1), RETURN VALUE. Errors of the kernel's driver (Xid) are lines of the
-kernel's log, which many sites close to users (`kernel.dmesg_restrict`): then they are not checked.
+Prints one JSON line `{"begins": CHECK}` before each check, and at last one line with a list of `Finding`. An agent
+that loses patience judges by the check that had begun. nvidia-smi's exit codes are those of nvidia-smi(1), RETURN
+VALUE.
 """
 
 import csv
@@ -27,8 +24,8 @@ from verl_slurm.checks import Check, Finding, When, bad, good, run_checks, skipp
 from verl_slurm.checks.probe_command import ProcessOutput, run_to_end
 
 KERNEL_LOG = Path("/dev/kmsg")
+# nvidia-smi takes 0.1 to 2 s, and some more where the driver has to be loaded first.
 _SMI_S = 15.0
-"""nvidia-smi takes 0.1 to 2 s, and some more where the driver has to be loaded first."""
 _COLUMNS = (
     "index",
     "uuid",
@@ -38,6 +35,7 @@ _COLUMNS = (
     "remapped_rows.failure",
     "retired_pages.pending",
 )
+# nvidia-smi's exit codes that speak against the node. Others, such as no permission, do not.
 _BROKEN: dict[int | None, str] = {
     8: "a GPU has no external power",
     9: "the driver is not loaded",
@@ -45,9 +43,10 @@ _BROKEN: dict[int | None, str] = {
     15: "a GPU has fallen off the bus",
     None: "the driver does not answer",
 }
-"""nvidia-smi's exit codes that speak against the node. Others, such as no permission, do not."""
+# A process that was killed a moment ago keeps its place on the GPU until the driver has freed its memory.
 _LEAVES_S = 5.0
-"""A process that was killed a moment ago keeps its place on the GPU until the driver has freed its memory."""
+# Xids after which the GPU needs a reset or a repair (NVIDIA, "XID Errors"). The most frequent ones, 13, 31,
+# 43 and 45, come from programs.
 _XIDS = {
     48: "uncorrected memory error",
     64: "a memory row could not be remapped",
@@ -57,15 +56,14 @@ _XIDS = {
     120: "the GPU's system processor failed",
     140: "unrecovered memory error",
 }
-"""Xids after which the GPU needs a reset or a repair (NVIDIA, "XID Errors"). The most frequent ones, 13, 31, 43 and 45,
-come from programs."""
+# Older ones do not count: the GPU may have been reset since, and what is still wrong shows in its state.
 _XID_AGE_S = 3600.0
-"""Older ones do not count: the GPU may have been reset since, and what is still wrong shows in its state."""
 # From its beginning: further on, a record may quote what any user has written, such as an option of a mount.
 _XID = re.compile(r"NVRM: Xid \(PCI:([0-9A-Fa-f:.]+)\): (\d+)")
 _HEAD = re.compile(r"([0-9]{1,9}),[0-9]+,([0-9]{1,18}),")
+# Priorities of facility 0, the kernel, are less (syslog(2)). What programs write into the log has another
+# facility.
 _FIRST_OF_USERS = 8
-"""Priorities of facility 0, the kernel, are less (syslog(2)). What programs write into the log has another facility."""
 _MOST_RECORDS = 100_000
 
 
@@ -94,9 +92,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 class NodeProbes:
     """What the checks of a node ask it, each thing once. May take long, or never end, if the driver hangs.
 
-    Args:
-        environ: of the job.
-        leaves_s: how long a process that is on a GPU may take to leave.
+    `environ` is the job's; `leaves_s`: how long a process that is on a GPU may take to leave.
     """
 
     def __init__(
@@ -108,6 +104,7 @@ class NodeProbes:
     ) -> None:
         self.order, self.kernel_log, self.leaves_s = order, kernel_log, leaves_s
         self.visible = visible_gpus(environ)
+        # NVML as a process: a driver that hangs or crashes takes no process of ours along.
         self.program = shutil.which("nvidia-smi", path=environ.get("PATH"))
 
     @cached_property
@@ -167,6 +164,7 @@ def _look_at_log(node: NodeProbes) -> list[Finding]:
     try:
         records = _read_log(node.kernel_log)
     except OSError as error:
+        # Many sites close it to users (`kernel.dmesg_restrict`).
         return [skipped("kernel log", f"{node.kernel_log}: {error.strerror}")]
     return [judge_kernel_log(records, bus_ids, time.clock_gettime(time.CLOCK_MONOTONIC))]
 
@@ -201,7 +199,7 @@ CHECKS: tuple[Check[NodeProbes], ...] = (
         concerns=lambda node: node.order.gpus and node.order.foreign_processes,
     ),
 )
-"""The looks at a node. Its agent judges the clock besides, which a child could not (`judge_clock`)."""
+"""The looks at a node. Its agent judges the clock besides (`judge_clock`)."""
 OF_DRIVER = ("GPUs", "GPU processes")
 """Those that wait for a GPU's driver: one that does not end is bad."""
 
@@ -228,12 +226,7 @@ def _is(row: Mapping[str, str], name: str) -> bool:
 
 
 def judge_gpus(rows: Sequence[Mapping[str, str]], visible: Sequence[str]) -> Finding:
-    """Judges the state of the job's GPUs.
-
-    Args:
-        rows: of `nvidia-smi --query-gpu`, by the names of its columns.
-        visible: `visible_gpus`; none: all that are there.
-    """
+    """Judges the rows of `nvidia-smi --query-gpu` of the job's GPUs; without `visible` ones, of all."""
     if any(name.startswith("MIG-") for name in visible):
         return skipped("GPUs", "the job has parts of GPUs (MIG)")
     if missing := [name for name in visible if not any(_is(row, name) for row in rows)]:
@@ -254,12 +247,7 @@ def judge_gpus(rows: Sequence[Mapping[str, str]], visible: Sequence[str]) -> Fin
 
 
 def judge_processes(text: str, uuids: Sequence[str], owner: Callable[[int], str]) -> Finding:
-    """Judges `nvidia-smi --query-compute-apps=gpu_uuid,pid`, at a time when no rank of ours runs.
-
-    Args:
-        uuids: of the job's GPUs.
-        owner: says whose process that is.
-    """
+    """Judges `nvidia-smi --query-compute-apps=gpu_uuid,pid` for the job's GPUs (`uuids`), while no rank runs."""
     rows = csv.reader(text.splitlines(), skipinitialspace=True)
     pids = sorted({int(row[1]) for row in rows if len(row) == 2 and row[0] in uuids and row[1].isdigit()})
     if pids:
@@ -297,11 +285,9 @@ def _read_log(path: Path) -> list[str]:
 
 
 def judge_kernel_log(records: Iterable[str], bus_ids: Sequence[str], now_s: float) -> Finding:
-    """Judges the records of /dev/kmsg, `PRIORITY,NUMBER,MICROSECONDS,FLAGS;TEXT`.
+    """Judges the records of /dev/kmsg, `PRIORITY,NUMBER,MICROSECONDS,FLAGS;TEXT`; `now_s` counts from the boot.
 
-    Args:
-        bus_ids: of the job's GPUs, as nvidia-smi writes them (`00000000:3B:00.0`).
-        now_s: of the clock that counts from the boot.
+    `bus_ids`: of the job's GPUs, as nvidia-smi writes them (`00000000:3B:00.0`).
     """
     places = {_place(bus_id) for bus_id in bus_ids}
     wrong: dict[str, None] = {}
@@ -322,16 +308,13 @@ def judge_kernel_log(records: Iterable[str], bus_ids: Sequence[str], now_s: floa
 
 
 def _place(bus_id: str) -> str:
-    """Returns bus and device: the domain has four digits here and eight there, and the function may be missing."""
+    """Returns bus and device."""
+    # The domain has four digits here and eight there, and the function may be missing.
     return ":".join(bus_id.lower().partition(".")[0].split(":")[-2:])
 
 
 def judge_clock(ahead_s: float | None, most_s: float) -> list[Finding]:
-    """Judges a node's clock.
-
-    Args:
-        ahead_s: this clock minus Slurm's; None: not known.
-    """
+    """Judges a node's clock, which is `ahead_s` ahead of Slurm's; None: not known."""
     if not most_s:
         return []
     if ahead_s is None:

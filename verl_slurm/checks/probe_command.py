@@ -15,7 +15,8 @@ class ProcessOutput(NamedTuple):
 
     @property
     def last_line(self) -> str:
-        """Returns the last line of its output: a `sitecustomize` of the site's may print before it."""
+        """Returns the last line of its output."""
+        # A `sitecustomize` of the site's may print before it.
         return self.out.strip().rpartition("\n")[2]
 
     @property
@@ -27,11 +28,7 @@ class ProcessOutput(NamedTuple):
 def run_to_end(
     argv: Sequence[str], timeout_s: float | None, *, text: str = "", env: Mapping[str, str] | None = None
 ) -> ProcessOutput:
-    """Runs a command without a terminal, with `text` as its standard input.
-
-    Raises:
-        OSError: it cannot be started.
-    """
+    """Runs a command without a terminal, with `text` as its standard input. OSError: it cannot be started."""
     try:
         done = subprocess.run(
             argv,

@@ -1,7 +1,7 @@
 """Tests a place for checkpoints: whether it exists, which of our requirements it meets, and how fast it is.
 
-It tests by doing: it makes a directory of its own there (0700, a random name), writes, syncs, renames, locks and
-reads files, and removes all of it. An operation that fails is a finding, never an exception.
+It makes a directory of its own there (0700, a random name), writes, syncs, renames, locks and reads files, and
+removes all of it. An operation that fails is a finding, never an exception.
 """
 
 import fcntl
@@ -114,9 +114,7 @@ def _locks(fd: int) -> bool:
 def judge_place(topic: str, report: PlaceReport, *, must_outlive_node: bool) -> list[Finding]:
     """Returns the findings of a report. Pure.
 
-    Args:
-        topic: the key of the configuration that names the place.
-        must_outlive_node: it is where the run resumes from on another node.
+    `topic`: the key that names the place; `must_outlive_node`: the run resumes from there on another node.
     """
     if report.problem:
         return [bad(topic, f"{report.path}: {report.problem}", f"choose another {topic}, or have it mended")]

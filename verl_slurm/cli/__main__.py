@@ -42,11 +42,7 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 def main(args: list[str] | None = None) -> int:
-    """Runs the command line and returns its exit code. Unexpected exceptions keep their traceback.
-
-    Args:
-        args: without the program's name; default: `sys.argv`.
-    """
+    """Runs the command line and returns its exit code. Unexpected exceptions keep their traceback."""
     if args is None:
         _use_checked_streams()
     words = sys.argv[1:] if args is None else args
@@ -78,22 +74,19 @@ def _run_and_flush(words: list[str]) -> int:
 
 @contextmanager
 def _signals_unwind() -> Iterator[list[signal.Signals]]:
-    """Makes SIGTERM and SIGHUP act like Ctrl-C, so that every `finally` runs: by default Python would die of them at
-    once.
-
-    Yields:
-        the first of them, once it has come. The later ones are ignored: `timeout` sends two.
-    """
+    """Makes SIGTERM and SIGHUP act like Ctrl-C. Yields a list of the first of them, once it has come."""
     received: list[signal.Signals] = []
     former = {}
     # Python lets the main thread alone set handlers; tests and programs may call `main` from another one.
     if threading.current_thread() is threading.main_thread():
         # nohup ignores SIGHUP, and that must stay so
+        # So that every `finally` runs: by default Python would die of them at once.
         former = {number: signal.SIG_DFL for number in _ENDING if signal.getsignal(number) is signal.SIG_DFL}
 
     def unwind(number: int, frame: FrameType | None) -> None:
         # Ignored from the first one on: a second must not interrupt what the first one's unwinding tidies up.
         for each in former:
+            # `timeout` sends two.
             signal.signal(each, signal.SIG_IGN)
         received.append(signal.Signals(number))
         # asyncio's own, while it runs: it cancels the main task
@@ -175,9 +168,10 @@ def _report(error: VerlSlurmError, words: list[str]) -> int:
 
 
 class _OutputFailed(BaseException):
-    """Standard output takes no more. No `Exception`: commands that go on after an error must not go on after this."""
+    """Standard output takes no more."""
 
     def __init__(self, cause: OSError) -> None:
+        # No `Exception`: commands that go on after an error must not go on after this.
         super().__init__(cause)
         self.cause = cause
 
@@ -204,7 +198,7 @@ class _Complaints(io.FileIO):
 
 
 def _use_checked_streams() -> None:
-    """Replaces this process's standard streams by those described above. Call it once, before anything is opened."""
+    """Replaces the standard streams by those described above. Call it once, before anything is opened."""
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)
@@ -216,7 +210,7 @@ def _use_checked_streams() -> None:
 
 
 def _discard_output() -> None:
-    """Discards the output that is still buffered, instead of failing once more at exit."""
+    # What is still buffered would fail once more at exit.
     null = os.open(os.devnull, os.O_WRONLY)
     # Under the same number: what is buffered goes to the descriptor 1 that the stream holds.
     os.dup2(null, 1)

@@ -16,8 +16,8 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.shipped import example, examples
 
 _MOST_OFFERED = 200
+# No shell takes a part of it for anything else.
 _PLAIN_NAME = re.compile(r"[\w./+@%,][\w./+@%,-]*")
-"""No shell takes a part of it for anything else."""
 _KINDS = frozenset({"text", "number", "map", "section"})
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -27,18 +27,15 @@ if TYPE_CHECKING:
 else:
 
     class ParamType(click.ParamType):
-        """The base of our types of parameters. click's own is generic at run time in newer releases alone."""
+        """The base of our types of parameters."""
 
+        # click's own is generic at run time in newer releases alone.
         def __class_getitem__(cls, _: object) -> type:
             return cls
 
 
 class _RunType(ParamType[RunPaths]):
-    """A run directory: the path that `submit` printed. Converts it to its absolute `RunPaths`.
-
-    Args:
-        damaged: one without run.yaml will do, if another file of a run is left.
-    """
+    """A run directory. With `damaged`, one without run.yaml will do, if another file of a run is left."""
 
     name = "run"
 
@@ -69,9 +66,7 @@ class _RunType(ParamType[RunPaths]):
 
 
 class _ConfigType(ParamType[Path]):
-    """A YAML file, a run's directory, or the bare name of a shipped example (`quickstart`), which takes precedence
-    over a path.
-    """
+    """A YAML file, a run's directory, or the bare name of a shipped example, which takes precedence over a path."""
 
     name = "config"
 
@@ -151,34 +146,36 @@ PLACE = click.Path(path_type=Path, readable=False)
 
 
 class Whole(click.IntRange):
-    """A whole number in ASCII digits. Python's int() would take `1_000`, blanks and the digits of all scripts, too."""
+    """A whole number in ASCII digits."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        # int() would take `1_000`, blanks and the digits of all scripts, too.
         if isinstance(value, str) and not re.fullmatch(r"-?[0-9]{1,18}", value):
             self.fail(f"{value[:40]!r} is not a whole number.", param, ctx)
         return super().convert(value, param, ctx)
 
 
 class Number(click.FloatRange):
-    """A finite number in ASCII digits: NaN is in no range and outside of none."""
+    """A finite number in ASCII digits."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         text = isinstance(value, str)
         if text and not re.fullmatch(r"-?[0-9]{1,18}(\.[0-9]{1,18})?(e-?[0-9]{1,3})?", value):
             self.fail(f"{value[:40]!r} is not a number.", param, ctx)
         found: float = super().convert(value, param, ctx)
+        # NaN is in no range and outside of none.
         if not math.isfinite(found):
             self.fail(f"{value[:40]!r} is too large.", param, ctx)
         return found
 
 
 def option(name: str, kind: Any, text: str, *more: str, **settings: Any) -> Callable[[F], F]:
-    """Adds an option with a value, and shows its default; `more`: the parameter's name, where it is another one."""
+    """Adds an option with a value; `more`: the parameter's name, where it is another one."""
     return click.option(name, *more, type=kind, help=text, show_default="default" in settings, **settings)
 
 
 def flag(name: str, text: str, *more: str) -> Callable[[F], F]:
-    """Adds a switch; `more`: the parameter's name, where it is another one."""
+    """Adds a switch; `more` as of `option`."""
     return click.option(name, *more, is_flag=True, help=text)
 
 

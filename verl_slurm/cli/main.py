@@ -1,7 +1,4 @@
-"""The group of commands. Imports click and the exit codes and little else: `--help` must answer at once.
-
-A command's module is imported when the command is used. It offers a `click.Command` (or group) of the command's name.
-"""
+"""The group of commands. Each module offers a `click.Command` of its command's name; it is imported when used."""
 
 from importlib import import_module
 from pathlib import Path
@@ -23,6 +20,7 @@ class CommandEntry(NamedTuple):
 
 
 COMMANDS = {
+    # Their lines stand here, since `--help` must answer at once.
     "init": CommandEntry("setup.init", "Write a commented configuration for your own model and data."),
     "config": CommandEntry("setup.config", "Every key of a configuration: type, default, meaning."),
     "plan": CommandEntry("run.plan_command", "What to expect of a run, and what a change would buy."),
@@ -76,8 +74,6 @@ COMMANDS = {
 
 
 class _LazyGroup(click.Group):
-    """Has a table of its commands and imports one when it is asked for."""
-
     def list_commands(self, ctx: click.Context) -> list[str]:
         # In the table's order, that of their use; click would sort them by the alphabet.
         return list(COMMANDS)

@@ -1,8 +1,4 @@
-"""Decides what may change about a run while it goes on: its keys, its number of ranks, its place. Pure.
-
-A run may continue with more or fewer ranks while a step stays the same: the same prompts, cut into the same updates.
-Sizes "per device" then change with the number of ranks.
-"""
+"""Decides what may change about a run while it goes on: its keys, its number of ranks, its place. Pure."""
 
 import re
 from pathlib import Path
@@ -44,17 +40,11 @@ def change_rule(key: str) -> str:
 def refuse_changes(
     old: RunConfig, new: RunConfig, run_dir: Path, *, begun: bool = True, steps_done: int = 0
 ) -> list[str]:
-    """Refuses a submitted config that changes what an existing run computes.
+    """Refuses a submitted config that changes what an existing run computes; returns the changed keys.
 
     Args:
-        old: the config of the run.
-        new: the config submitted now.
-        run_dir: for the error.
         begun: the run has something to lose; otherwise every key may change.
         steps_done: `train.steps` may change to this number or more.
-
-    Returns:
-        The changed keys, all of which may change.
 
     Raises:
         ConfigError: a key changed that decides what is computed; the error lists all of them.
@@ -104,17 +94,7 @@ LAYOUT_KEYS = frozenset(
 
 
 def require_in_place(directory: Path, config: RunConfig, verb: str) -> None:
-    """Refuses a run that lies elsewhere than its run.yaml says. A copy has the original's run id and would act on the
-    original's files and jobs.
-
-    Args:
-        directory: of the run.
-        config: its run.yaml, in which `run_dir` is absolute.
-        verb: the command, for the remedy: `submit`, `offload`.
-
-    Raises:
-        ConfigError: a copy, or a run that was moved.
-    """
+    """Raises ConfigError if a run lies elsewhere than its run.yaml (`config`) says: a copy, or one that was moved."""
     made_as = Path(config.run_dir)
     if config.run_dir == RunConfig().run_dir:
         raise ConfigError(
@@ -125,6 +105,7 @@ def require_in_place(directory: Path, config: RunConfig, verb: str) -> None:
             remedy=restoring(directory / "run.yaml"),
         )
     # Resolved: the same run by another link is in its place.
+    # A copy has the original's run id and would act on the original's files and jobs.
     if made_as.resolve() != directory.resolve():
         raise ConfigError(
             "a copy, or a run that was moved",

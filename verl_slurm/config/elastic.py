@@ -17,10 +17,7 @@ _KEPT = (
 
 
 def keep_step(old: RunConfig, new: RunConfig) -> RunConfig:
-    """Returns `new` with its sizes per device scaled to its number of ranks, unless the user changed them.
-
-    A size that does not divide stays as it is; `require_same_step` reports it.
-    """
+    """Returns `new` with its sizes per device scaled to its number of ranks, unless the user changed them."""
     former, now = old.distributed.dp_size, new.distributed.dp_size
     if former == now:
         return new
@@ -29,6 +26,7 @@ def keep_step(old: RunConfig, new: RunConfig) -> RunConfig:
         # Over all ranks: this is what must stay.
         total = getattr(old.train, key) * former
         # A size that the user changed is not scaled: it may be meant for the new number of ranks already.
+        # One that does not divide stays as it is; `require_same_step` reports it.
         if getattr(train, key) == getattr(old.train, key) and total % now == 0:
             train = msgspec.structs.replace(train, **{key: total // now})
     if train.micro_batch_size_per_device == old.train.micro_batch_size_per_device:
@@ -39,15 +37,7 @@ def keep_step(old: RunConfig, new: RunConfig) -> RunConfig:
 
 
 def require_same_step(old: RunConfig, new: RunConfig, *, where: object) -> None:
-    """Refuses a change of the number of ranks that also changes what a step is.
-
-    Args:
-        old: of the run so far, or of a checkpoint.
-        new: of this start.
-
-    Raises:
-        ConfigError: the step would change; the error gives values that fit.
-    """
+    """Raises ConfigError, with values that fit, if the new number of ranks also changes what a step is."""
     former, now = old.distributed.dp_size, new.distributed.dp_size
     wrong = []
     for key in _SCALED:
@@ -78,11 +68,8 @@ def require_same_step(old: RunConfig, new: RunConfig, *, where: object) -> None:
 
 
 def on_nodes(config: RunConfig, nodes: int) -> RunConfig:
-    """Returns the configuration of a start on so many nodes: as many ranks on each, and a step of the same prompts in
-    the same mini-batches.
-
-    Raises:
-        ConfigError: a step cannot be divided among so many ranks.
+    """Returns the configuration of a start on so many nodes: as many ranks on each, and the same prompts and
+    mini-batches in a step. ConfigError: a step cannot be divided among so many ranks.
     """
     shape = config.distributed
     if nodes == shape.nodes:
@@ -106,11 +93,7 @@ def on_nodes(config: RunConfig, nodes: int) -> RunConfig:
 
 
 def on_ranks(config: RunConfig, ranks: int) -> RunConfig:
-    """Returns the same for so many ranks, where the run may lose nodes. Others get `config` back.
-
-    Raises:
-        ConfigError: as `on_nodes`.
-    """
+    """Returns the same for so many ranks, where the run may lose nodes; else `config`. Raises as `on_nodes`."""
     shape = config.distributed
     elastic = shape.min_nodes is not None and ranks % shape.ranks_per_node == 0
     return on_nodes(config, ranks // shape.ranks_per_node) if elastic else config

@@ -1,8 +1,4 @@
-"""Lists every key of a configuration with its type, default and meaning, read from the schema itself.
-
-The meaning is the string below a field. Python drops such strings at run time, so this module parses the schema's
-source.
-"""
+"""Lists every key of a configuration with its type, default and meaning (the string below a field) from the schema."""
 
 import ast
 import inspect
@@ -23,6 +19,7 @@ from verl_slurm.config.hints import nearest_keys
 from verl_slurm.config.key_types import fields_of, type_words
 from verl_slurm.config.schema import RunConfig
 
+# The unit that the end of a key's name stands for.
 _UNITS = {
     # The longer ends first. Slurm's MB are MiB.
     "_mb_per_s": "MB/s",
@@ -34,9 +31,8 @@ _UNITS = {
     "_h": "hours",
     "_days": "days",
 }
-"""The unit that the end of a key's name stands for."""
+# Characters of an example's value: a longer one explains nothing.
 _LONGEST = 80
-"""Characters of an example's value: a longer one explains nothing."""
 
 
 class Key(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,11 +71,7 @@ def _all_keys() -> tuple[Key, ...]:
 
 
 def explain(wanted: str) -> list[Key]:
-    """Returns the key of that name, or all keys of that section, list or map.
-
-    Raises:
-        ConfigError: neither exists; the error names the nearest.
-    """
+    """Returns the key of that name, or all keys of that section, list or map. ConfigError names the nearest."""
     known = all_keys()
     found = [key for key in known if key.key == wanted or key.key.startswith((f"{wanted}.", f"{wanted}[]."))]
     if found:
@@ -94,11 +86,7 @@ def explain(wanted: str) -> list[Key]:
 
 
 def explain_fully(wanted: str) -> list[Explained]:
-    """Returns the same as `explain`, with all that shipped configurations and other keys say of each.
-
-    Raises:
-        ConfigError: as `explain`.
-    """
+    """Returns the same as `explain`, with all that shipped configurations and other keys say of each."""
     named = _named()
     return [
         Explained(
@@ -143,7 +131,6 @@ def _example(key: Key) -> str:
 
 @cache
 def _shipped() -> dict[str, list[object]]:
-    """Maps each dotted key of the shipped configurations to its values."""
     found: dict[str, list[object]] = {}
 
     def take(prefix: str, value: object) -> None:
@@ -207,15 +194,15 @@ def _yaml(value: object) -> str:
     return plain if isinstance(plain, str) else msgspec.json.encode(plain).decode()
 
 
+# The newest draft that editors know alike. It ignores what stands beside a `$ref`.
 _DIALECT = "http://json-schema.org/draft-07/schema#"
-"""The newest draft that editors know alike. It ignores what stands beside a `$ref`."""
 
 
 def json_schema() -> dict[str, typing.Any]:
     """Returns the JSON Schema by which an editor completes and underlines keys; `configs/schema.json` is its text.
 
-    It is looser than `load`: it knows keys, types, bounds and choices, and not what has to fit together. The keys of a
-    key's own map (`verl`, `slurm.extra`) are free.
+    It knows keys, types, bounds and choices, and not what has to fit together. The keys of a key's own map (`verl`,
+    `slurm.extra`) are free.
     """
     made = msgspec.json.schema(RunConfig)
     kinds: set[type[msgspec.Struct]] = {RunConfig, *(owner for _, owner, _ in fields_of(RunConfig))}

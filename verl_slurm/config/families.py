@@ -1,8 +1,7 @@
 """Declares the tested model families, by `model_type` of config.json, and checks configurations against them.
 
-The table is declared so that a login node can answer without torch. A test builds a small model of each family and
-trains it with PPO and with GRPO. It compares every field here with what transformers does; docs/models.md is generated
-from this table.
+Declared, so that a login node can answer without torch; a test compares every field with what transformers does.
+docs/models.md is generated from this table.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,18 +17,21 @@ class Family(NamedTuple):
 
     name: str
     sdpa: bool = True
-    """torch's scaled dot product computes its attention, in each release of transformers that is allowed: a login node
-    cannot ask which one the ranks have. False: `auto` means eager."""
+    """torch's scaled dot product computes its attention in each allowed release of transformers. False: `auto` means
+    eager.
+    """
     flash: bool = True
     """transformers offers flash_attention_2."""
     tp: str = ""
-    """The part of transformers' tensor-parallel plan that `trainer/parallel/tensor.py` does not follow: a word, or a
-    module that is left out. Empty: tp_size may be above 1."""
+    """The part of transformers' tensor-parallel plan that `trainer/parallel/tensor.py` does not follow. Empty:
+    tp_size may be above 1.
+    """
     pp: bool = True
     """pp_size may be above 1: the model is embedding, layers, norm and head, run one after the other."""
     positions: tuple[str, int] | None = None
-    """The key of config.json that limits the length of a sequence, and its value if config.json lacks it. Beyond the
-    limit there is no position embedding. None: positions are computed, and any length runs."""
+    """The key of config.json that limits the length of a sequence, and its value if config.json lacks it. None:
+    positions are computed, and any length runs.
+    """
     remark: str = ""
 
 
@@ -106,11 +108,7 @@ _NEXT_TOKEN = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
 def family_complaints(config: RunConfig, said: Mapping[str, Any]) -> Iterator[Complaint]:
-    """Yields the reasons against training this model as configured. Pure.
-
-    Args:
-        said: the content of the model's config.json.
-    """
+    """Yields the reasons against training the model whose config.json holds `said` as configured. Pure."""
     kind = str(said.get("model_type"))
     if kind in REFUSED:
         name, why = REFUSED[kind]
@@ -161,19 +159,14 @@ def _not_causal(said: Mapping[str, Any]) -> str:
 
 
 def right_attentions(said: Mapping[str, Any]) -> list[Attention]:
-    """Returns the attentions that compute this model as it was made; `auto` takes the first that its class has. Pure.
-
-    A class of transformers may offer more. An attention drops silently what it does not know, such as a cap of the
-    scores, so an offer is no proof that the numbers are right.
-
-    Args:
-        said: the content of the model's config.json.
-    """
+    """Returns the attentions that compute a model as it was made; `auto` takes the first that its class has. Pure."""
     kind = str(said.get("model_type"))
     # Its eager attention adds the bias of ALiBi twice (transformers 5.10 and 5.24), and the flash one refuses it.
     if kind == "falcon" and said.get("alibi"):
         return ["sdpa"]
     # An unknown family is offered all: the ranks ask its class.
+    # A class may offer more: an attention drops silently what it does not know, such as a cap of the scores,
+    # so an offer is no proof that the numbers are right.
     family, right = FAMILIES.get(kind, Family(kind)), list[Attention]()
     # torch's scaled dot product has no cap of the scores. transformers 5.10 leaves the cap out, 5.24 raises.
     if family.sdpa and not said.get("attn_logit_softcapping"):
@@ -204,7 +197,7 @@ def _attention(config: RunConfig, said: Mapping[str, Any]) -> Iterator[Complaint
 
 
 def family_notes(config: RunConfig, said: Mapping[str, Any]) -> list[str]:
-    """Yields notes for the user about a model that is not refused. Pure."""
+    """Returns notes for the user about a model that is not refused. Pure."""
     kind = str(said.get("model_type"))
     family, notes = FAMILIES.get(kind), []
     if family is None:

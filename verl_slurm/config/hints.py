@@ -1,8 +1,4 @@
-"""Suggests the key that a user meant by a key that does not exist. Pure.
-
-A wrong suggestion is worse than none: it costs another look, and may set something else. So other programs' words are
-a table, held to the schema by a test, and a key is suggested for its letters only if it is very near.
-"""
+"""Suggests the key that a user meant by a key that does not exist. Pure."""
 
 import difflib
 from collections.abc import Iterable
@@ -22,6 +18,8 @@ VERLS_SECTIONS = frozenset(
 )
 """Sections of verl's files that no configuration of ours has."""
 
+# A wrong suggestion is worse than none: it costs another look, and may set something else. So other programs'
+# words are a table, and a key is suggested for its letters only if it is very near.
 _FEWEST = 0.8
 # Words of verl and its guides, TRL, Hugging Face's Trainer, Lightning, Slurm, submitit, and what several call so. A
 # word, or a section and a word, in small letters. The longer one wins.
@@ -116,6 +114,7 @@ _WORDS: dict[str, str] = {
 }
 WORDS = {word: ours for ours, words in _WORDS.items() for word in words.split()}
 """Other programs' words, and what takes their place here."""
+# Names that mean something else in each section.
 _COMMON = frozenset(
     (
         *(
@@ -134,16 +133,12 @@ _COMMON = frozenset(
         *("name", "nodes", "path", "port", "root", "type"),
     )
 )
-"""Names that mean something else in each section."""
 
 
 def nearest_keys(wanted: str, keys: Iterable[str], sections: Iterable[str]) -> list[str]:
-    """Returns at most two keys, sections or sentences, the likeliest first; empty if nothing is near.
-
-    In this order: another program's word in its section, the right name in the wrong section, another program's word,
-    a typing error. Only the last parts are compared: a section that two keys share says nothing about what was meant.
-    """
+    """Returns at most two keys, sections or sentences, the likeliest first; empty if nothing is near."""
     known = list(keys)
+    # Only the last parts are compared: a section that two keys share says nothing about what was meant.
     section, _, last = wanted.rpartition(".")
     if (wanted.partition(".")[0]) in VERLS_SECTIONS:
         return [f"verl.{wanted}, with trainer.backend=verl"]

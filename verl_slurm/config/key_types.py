@@ -13,8 +13,7 @@ _MARKS: dict[object, str] = {list: "[].", tuple: "[].", dict: ".NAME."}
 def fields_of(kind: StructType, prefix: str = "") -> Iterator[tuple[str, StructType, FieldInfo]]:
     """Yields each key, the struct that declares it, and its field, in the order of the schema.
 
-    A section has no value of its own: its keys are yielded instead. Keys of entries are `tiers[].name` and
-    `services.NAME.port`.
+    A section's keys stand for it. Keys of entries are `tiers[].name` and `services.NAME.port`.
     """
     for field in msgspec.structs.fields(kind):
         key = prefix + field.name
@@ -102,5 +101,4 @@ def misfits(kind: object, value: object, key: str = "") -> list[tuple[str, objec
 
 
 def _plain(annotation: object) -> typing.Any:
-    """Returns the type without its bounds."""
     return typing.get_args(annotation)[0] if typing.get_origin(annotation) is typing.Annotated else annotation

@@ -1,7 +1,6 @@
 """Turns a YAML file and `key=value` words into a checked `RunConfig`, and back into YAML.
 
-Every mistake becomes one `ConfigError` line with file, line and key, and for an unknown key the nearest known one. The
-module reads that file and writes nothing.
+Every mistake becomes one `ConfigError` line with file, line and key, and for an unknown key the nearest known one.
 """
 
 import difflib
@@ -40,17 +39,13 @@ def load(
     *,
     complete: bool = False,
 ) -> RunConfig:
-    """Reads the file, applies the overrides and checks the result.
+    """Reads the file, applies the overrides and checks the result. Relative paths stay as written.
 
     Args:
-        path: a YAML file.
         overrides: words like `train.steps=50`, `slurm.partition=null`, `slurm.extra={constraint: a100}`; a later one
             wins over an earlier one, and all of them over the file.
         verl: words of verl's own (Hydra's), `trainer.save_freq=5`; they win over the file's section `verl`.
         complete: model, data and reward must be named, as for a run that is to train.
-
-    Returns:
-        The whole configuration with defaults filled in. Relative paths stay as written.
 
     Raises:
         ConfigError: the file is not readable or not in the subset of `strict_yaml`, a key is unknown, a type is wrong,
@@ -78,9 +73,7 @@ def parse_config(
 def read_config(
     path: Path, overrides: typing.Sequence[str], verl: typing.Sequence[str]
 ) -> tuple[RunConfig, list[tuple[str, ConfigError]]]:
-    """Reads the configuration of a run that is to train, as `load` does, and returns what is wrong with it.
-
-    So that files and partitions can be checked in the same answer: a wrong key has its default.
+    """Reads the configuration of a run that is to train, as `load` does, with defaults for wrong keys.
 
     Returns:
         The configuration, and each dotted key (or word) that is refused with its error. Whether values go together is
@@ -145,11 +138,7 @@ def _not_together(complaint: Complaint, source: str) -> ConfigError:
 
 
 def _drop(data: dict[str, Value], path: typing.Sequence[str]) -> bool:
-    """Removes a key, and each section that held nothing else; returns whether it was there.
-
-    Args:
-        path: names, the outermost first. A file's own may have dots in them.
-    """
+    """Removes a key by its names, and each section that held nothing else; returns whether it was there."""
     section: typing.Any = data
     *above, last = path
     for name in above:
@@ -169,12 +158,7 @@ def given_in(path: Path) -> frozenset[str]:
 
 
 def load_resolved(path: Path | str) -> RunConfig:
-    """Reads `RUN/run.yaml`, as `submit` wrote it.
-
-    Raises:
-        NotFound: there is no run.yaml, so this is not a run directory.
-        ConfigError: as `load`.
-    """
+    """Reads `RUN/run.yaml`, as `submit` wrote it. NotFound: there is none. Otherwise raises as `load`."""
     path = Path(path)
     if not path.is_file():
         raise _no_run(path)
@@ -183,8 +167,6 @@ def load_resolved(path: Path | str) -> RunConfig:
 
 def load_own(path: Path) -> RunConfig:
     """Does the work of `load_resolved` for processes that run the programs named in `run.yaml`: lead, agents, ranks.
-
-    In a directory that other users can write, one of them could replace our run by theirs.
 
     Raises:
         NotFound, ConfigError: as `load_resolved`.
@@ -216,7 +198,6 @@ def load_own(path: Path) -> RunConfig:
 
 
 def _parse_run_yaml(raw: bytes, path: Path) -> RunConfig:
-    """Raises `ConfigError` with the way back to a whole one."""
     try:
         # Emptied, or zeros after a power cut. YAML would take no bytes for a configuration of defaults.
         if not raw.strip(b"\0 \t\r\n"):
@@ -227,6 +208,7 @@ def _parse_run_yaml(raw: bytes, path: Path) -> RunConfig:
             )
         return parse_config(raw, str(path))
     except ConfigError as error:
+        # The way back to a whole one.
         error.remedy = f"{error.remedy}; or {restoring(path)}" if error.remedy else restoring(path)
         error.args = (error.one_line(),)
         raise
@@ -351,7 +333,6 @@ def _private(dotted: str) -> bool:
 
 
 def _override_value(dotted: str, text: str) -> Value:
-    """Returns the text unchanged for a text key (`name=007`); parses YAML for all others."""
     annotation = known_keys().get(dotted)
     # YAML would make 7 of `name=007`, and a name must be what was typed.
     if annotation is str:
@@ -375,9 +356,7 @@ def _sections() -> frozenset[str]:
 def _unknown(
     data: typing.Mapping[str, Value], places: dict[str, str], source: str, above: tuple[str, ...] = ()
 ) -> typing.Iterator[tuple[tuple[str, ...], ConfigError]]:
-    """Yields the names that lead to each unknown key, with its error. Of an unknown section each key: it shows best
-    what was meant.
-    """
+    """Yields the names that lead to each unknown key, with its error; of an unknown section each key."""
     keys = known_keys()
     for name, value in data.items():
         path = (*above, name)
@@ -388,6 +367,7 @@ def _unknown(
             yield path, _unknown_key(dotted, place) or _dotted_name(dotted, place)
             continue
         inside = isinstance(value, dict) and value and dotted not in VERLS_SECTIONS
+        # The keys of an unknown section show best what was meant.
         if inside and (dotted in _sections() or _takes_no_section(keys.get(dotted))):
             assert isinstance(value, dict)
             yield from _unknown(value, places, source, path)
@@ -406,7 +386,8 @@ def _dotted_name(dotted: str, place: str) -> ConfigError:
 
 
 def _takes_no_section(annotation: object) -> bool:
-    """Returns whether a key is unknown, or takes a text or a number: a section there has keys of another program."""
+    """Returns whether a key is unknown, or takes a text or a number."""
+    # A section there has keys of another program.
     return annotation is None or annotation in (str, int, float, bool, str | None)
 
 
@@ -430,16 +411,15 @@ def _unknown_key(dotted: str, place: str) -> ConfigError | None:
     )
 
 
+# Keys that decide what is trained. Their defaults belong to the quick start and are never taken silently.
 _NAMED = {
     "model.path": "a Hugging Face model directory, or builtin:tiny",
     "model.reward": "python:FILE.py:FUNCTION, classifier:DIR or rule:arithmetic",
     "data.root": "a directory with prompts, or builtin:arithmetic",
 }
-"""Keys that decide what is trained. Their defaults belong to the quick start and are never taken silently."""
 
 
 def _missing(data: dict[str, Value]) -> list[str]:
-    """Returns which of the named keys are not given."""
     sections = {dotted: data.get(dotted.partition(".")[0]) for dotted in _NAMED}
     return [
         dotted
@@ -510,16 +490,11 @@ _VERL_WORD = re.compile(r"(\+{0,2}[A-Za-z_][A-Za-z0-9_@/.-]*)=(.*)", re.DOTALL)
 
 
 def settings_of(words: typing.Sequence[str]) -> dict[str, Value]:
-    """Returns the settings of the words, the last of each key.
-
-    A word that is no setting becomes a key with a blank at its end, which no key of verl's has: it is refused together
-    with all others that verl does not take (`verl/overrides.py`).
-    """
+    """Returns the last setting of each key; what is no setting becomes a key with a blank at its end."""
     return dict(_verl_word(word) for word in _with_values(words))
 
 
 def _verl_word(word: str) -> tuple[str, Value]:
-    """Parses with Hydra's own parser; without Hydra, as outside a container, with ours."""
     # Refused with all others that verl does not take (`verl/overrides.py`): no key has a blank.
     no_word = f"{word} ", None
     if (match := _VERL_WORD.fullmatch(word)) is None:
@@ -529,6 +504,7 @@ def _verl_word(word: str) -> tuple[str, Value]:
         from hydra.core.override_parser.overrides_parser import OverridesParser
         from hydra.errors import HydraException
     except ModuleNotFoundError:
+        # Without Hydra, as outside a container, by our own reading.
         return match[1], strict_yaml.parse_value(match[2], word)
     try:
         parsed = OverridesParser.create().parse_override(word)

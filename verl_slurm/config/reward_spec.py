@@ -73,10 +73,7 @@ def nearest_form(text: str) -> str:
 
 
 def source_file(spec: RewardSpec, path: Sequence[str] | None = None) -> Path:
-    """Returns the source file of a `python:` reward. Imports nothing, not even the packages that contain a module.
-
-    Args:
-        path: where modules are looked for; None: this process's sys.path.
+    """Returns the source file of a `python:` reward; imports nothing. No `path`: modules are looked for in sys.path.
 
     Raises:
         ConfigError: no such file, no such module, or a module without a source file.
@@ -101,12 +98,7 @@ def source_file(spec: RewardSpec, path: Sequence[str] | None = None) -> Path:
 
 
 def check_function(spec: RewardSpec, file: Path) -> bool:
-    """Checks that the file parses and binds the function's name to something that may take three lists.
-
-    A name that is bound by an assignment or an import is not followed.
-
-    Returns:
-        Whether the function reads its third argument, the answers; False where that cannot be seen.
+    """Checks a reward's function; returns whether it reads its third argument, the answers, as far as can be seen.
 
     Raises:
         DataError: the file cannot be read or parsed.
@@ -130,6 +122,7 @@ def check_function(spec: RewardSpec, file: Path) -> bool:
     # Its call would give a coroutine, and no scores.
     if isinstance(last, ast.AsyncFunctionDef):
         raise _refusal(spec, f"an async function at {file}:{last.lineno}", "a plain function")
+    # A name that is bound by an assignment or an import is not followed.
     if not isinstance(last, ast.FunctionDef):
         return False
     if complaint := _complaint(last.args):

@@ -1,7 +1,6 @@
 """Decides from the configuration what a run trains, on which data, and which numbers it yields. Pure.
 
-All code that counts, saves or finds these asks here. The trainer makes the numbers and imports torch, so their names
-are repeated here. Tests compare them with real rows (tests/trainer/test_evaluation.py, test_combinations.py).
+The trainer makes the numbers and imports torch, so their names are repeated here; tests compare them with real rows.
 """
 
 from pathlib import Path
@@ -15,14 +14,13 @@ ROLES: tuple[Role, ...] = ("actor", "critic")
 
 
 def trained_roles(train: TrainConfig) -> tuple[Role, ...]:
-    """Returns the roles that train. PPO's baseline is a model; GRPO's is the mean of a prompt's other responses."""
+    """Returns the roles that train."""
+    # GRPO's baseline is no model, but the mean of a prompt's other responses.
     return ROLES if train.algorithm == "ppo" else ROLES[:1]
 
 
 def data_root(config: RunConfig) -> Path | None:
-    """Returns the tree whose fingerprint tells whether the data is still that of the first start. None: a guest's
-    program without a declared data set.
-    """
+    """Returns the tree whose fingerprint tells whether the data is that of the first start. None: not declared."""
     # A guest's own program may read its data anywhere; a root that was named is fingerprinted all the same.
     if config.trainer.is_guest and config.data.root == DataConfig().root:
         return None
@@ -41,9 +39,9 @@ _EVAL = ("reward", "reward_std", "response_tokens", "finished", "prompts")
 
 
 def step_metrics(config: RunConfig) -> tuple[str, ...]:
-    """Lists the numbers of every step of this run, without `step`, `reward_number` and times (checkpoints store no
-    times)."""
+    """Lists the numbers of every step of this run, without `step`, `reward_number` and times."""
     critic = _CRITIC if "critic" in trained_roles(config.train) else ()
+    # Checkpoints store no times.
     return (*_STEP, *critic, *(("kl_loss",) if config.train.kl_in == "loss" else ()))
 
 

@@ -32,8 +32,7 @@ BUILTIN = "builtin:"
 class GuestConfig(Section, frozen=True):
     """Selects the training loop that runs.
 
-    A *guest* is a loop outside this project: one of verl's own trainers, or a program of the user's. The daemon serves
-    it like ours; its saves become ordinary checkpoints of the run.
+    A *guest* is a loop outside this project: one of verl's own trainers, or a program of the user's.
     """
 
     backend: Literal["native", "verl", "command", "ray"] = "native"
@@ -288,8 +287,8 @@ class StepInterval(Section, frozen=True):
 class CheckpointConfig(Section, frozen=True):
     """Sets what is saved, when, how many checkpoints stay, and where a run starts from.
 
-    The time of a save never changes what is computed. Besides the periodic saves, the run saves at its end, when Slurm
-    ends the job, and whenever an operator asks.
+    The time of a save never changes what is computed. The run also saves at its end, when Slurm ends the job, and
+    whenever an operator asks.
     """
 
     cadence: Literal["fixed", "adaptive", "young_daly", "continuous"] = "fixed"
@@ -373,9 +372,7 @@ Runtime = Literal["apptainer", "podman", "pyxis"]
 class ContainerConfig(Section, frozen=True):
     """Names the image that ranks run in (docs/containers.md).
 
-    Lead and agents stay outside, where Slurm's commands are; with pyxis, the agents are inside. The image needs this
-    version of verl-slurm and what the ranks import, and nothing of the daemon. The run's directory and its inputs are
-    mounted under their own names, inputs read-only.
+    Lead and agents stay outside, where Slurm's commands are; with pyxis, the agents are inside.
     """
 
     image: str
@@ -492,10 +489,8 @@ class ServiceConfig(Section, frozen=True):
 
 
 def nodes_of_services(ranks_nodes: int, services: Mapping[str, ServiceConfig]) -> dict[str, range]:
-    """Returns the places of each service among all nodes of the job, which Slurm counts over its components.
-
-    The ranks have the first nodes. Components of their own come last, since the first component holds the ranks.
-    """
+    """Returns the places of each service among all nodes of the job, which Slurm counts over its components."""
+    # The ranks have the first nodes, so components of their own come last.
     places, there = {}, ranks_nodes
     for apart in (False, True):
         for name, service in services.items():
@@ -568,8 +563,7 @@ HOOKS = ("on_checkpoint", "on_requeue", "on_end")
 class HooksConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Tells others what happens to a run: commands on the lead's node, and a webhook (docs/observability.md).
 
-    Each command gets the event as one line of JSON on standard input. None of them is waited for while the run trains
-    or saves.
+    Each command gets the event as one line of JSON on standard input. None is waited for while the run trains or saves.
     """
 
     on_checkpoint: tuple[str, ...] = ()
@@ -726,9 +720,11 @@ class RunConfig(Section, frozen=True):
 
     @property
     def speakers(self) -> int:
-        """Returns the number of ranks that talk to the daemon. On Ray it is 1: the driver."""
+        """Returns the number of ranks that talk to the daemon."""
+        # On Ray the driver alone.
         return 1 if self.trainer.on_ray else self.distributed.world_size
 
     def speakers_on(self, node_rank: int) -> range:
-        """Returns those of one node. Ray chooses where the driver runs, so each node listens for it."""
+        """Returns those of one node."""
+        # Ray chooses where the driver runs, so each node listens for it.
         return range(1) if self.trainer.on_ray else self.distributed.ranks_on(node_rank)

@@ -29,8 +29,9 @@ from verl_slurm.base import bounded
 from verl_slurm.base.errors import ConfigError
 
 MAX_BYTES = bounded.CONFIG.num_bytes
+# Limits lines, commas and brackets of the file, and values after expanding. A run has some 300; 20,000 take 2
+# s.
 _MAX_VALUES = 20_000
-"""Limits lines, commas and brackets of the file, and values after expanding. A run has some 300; 20,000 take 2 s."""
 _MAX_DEPTH = 8
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _PLAIN_KEY = re.compile(r"\+{0,2}[A-Za-z_][A-Za-z0-9_@/.-]*")
@@ -53,14 +54,8 @@ class Document(NamedTuple):
 
 
 def parse(raw: bytes, source: str) -> Document:
-    """Reads one YAML mapping.
-
-    Args:
-        raw: the file's bytes, UTF-8.
-        source: how errors name it.
-
-    Raises:
-        ConfigError: anything outside the subset, with line and column.
+    """Reads one YAML mapping; `source`: its name in errors. ConfigError, with line and column: it is none of the
+    subset.
     """
     if len(raw) > MAX_BYTES:
         raise _too_large(source, f"{len(raw)} bytes", MAX_BYTES)
@@ -88,11 +83,7 @@ def parse(raw: bytes, source: str) -> Document:
 
 
 def parse_value(text: str, source: str) -> Value:
-    """Reads the right side of `key=value`: a scalar, or a list or mapping in YAML's flow style.
-
-    Raises:
-        ConfigError: as `parse`.
-    """
+    """Reads the right side of `key=value`: a scalar, or a list or mapping in YAML's flow style. Raises as `parse`."""
     return _Builder(source).read(text)
 
 
@@ -111,10 +102,10 @@ def dump(data: dict[str, Value]) -> bytes:
 
 
 class _Quoting(SafeRepresenter):
-    """Quotes text values, and writes each float with a point: readers of YAML 1.1, YAML 1.2 and this one differ about
-    the rest."""
+    """Quotes text values, and writes each float with a point."""
 
     # Two keys with one Python object would become an anchor and an alias.
+    # Readers of YAML 1.1, YAML 1.2 and this one differ about the rest.
     def ignore_aliases(self, data: object) -> bool:
         return True
 
@@ -149,8 +140,6 @@ def _too_large(source: str, found: str, at_most: int) -> ConfigError:
 
 
 class _Composer(Composer):
-    """Refuses tags, doubled anchors and lone surrogates."""
-
     def __init__(self, loader: Any, source: str) -> None:
         super().__init__(loader)
         self._source = source
@@ -210,11 +199,12 @@ def _too_deep(where: str) -> ConfigError:
 
 
 class _Builder:
-    """Makes values of nodes. It builds an alias again at each use, so it counts values and text on the way."""
+    """Makes values of nodes."""
 
     def __init__(self, source: str) -> None:
         self.lines: dict[str, int] = {}
         self._source = source
+        # Counted on the way, with the text: an alias is built again at each use.
         self._values = 0
         self._text = 0
 

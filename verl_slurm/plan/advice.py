@@ -1,7 +1,6 @@
 """From inputs to a plan: what to expect of the run as it is configured, and what each change would buy. Pure.
 
-Each way to run is simulated with the same fates (`simulate.random_strikes`), one for each seed. What an option saves is
-the difference from the run as configured with the same seed.
+What an option saves is the difference from the run as configured with the same seed (`simulate.random_strikes`).
 """
 
 from collections.abc import Callable, Sequence
@@ -25,10 +24,10 @@ from verl_slurm.plan.simulate import (
     simulate,
 )
 
+# Saves and strikes over all simulations: some seconds.
 _MOST_EVENTS = 600_000
-"""Saves and strikes over all simulations: some seconds."""
+# Simulations of one option.
 _FEWEST = 4
-"""Simulations of one option."""
 
 
 class SimulatedSpread(msgspec.Struct, frozen=True):
@@ -106,7 +105,6 @@ def make_plan(
     Args:
         dice: new ones for a seed.
         simulations: of each way; fewer where a run saves or is struck very often.
-        price_per_hour: of one node.
         again: given the least warning of a notice, strikes that are to happen instead of random ones.
     """
     model = model_of(inputs, config)
@@ -163,7 +161,6 @@ def _ways(inputs: Inputs, config: RunConfig, model: RunModel) -> list[_Way]:
 
 
 def _grace_for(model: RunModel) -> int:
-    """Returns the shortest warning that is enough at any moment."""
     return ceil(needed_s(model) + model.margin_s)
 
 

@@ -1,10 +1,9 @@
-"""Reads from a run's journal what a simulation needs to know of it. Pure: its history and rows of steps in, values out.
+"""Reads from a run's journal what a simulation needs to know of it. Pure: history and rows of steps in, values out.
 
-Means where a sum has to come out right (steps, saves), medians of what comes seldom (restarts, queue). A value of which
-the journal has no example is left out: `inputs.complete` says then what is assumed.
+A value of which the journal has no example is left out: `plan_inputs.complete` says then what is assumed.
 
-A PLAIN step is neither the first of a start, nor done again, nor beside a save. A save's cost is what the steps beside
-it took longer than plain ones, as `trainer.save_pace.CostMeter` counts it.
+A PLAIN step is neither the first of a start, nor done again, nor beside a save. A save's cost is what the steps
+beside it took longer than plain ones, as `trainer.save_pace.CostMeter` counts it.
 """
 
 from bisect import bisect_left, bisect_right
@@ -31,12 +30,7 @@ _LONG_ENOUGH_S = 3600.0
 
 
 def measure(history: History, rows: Sequence[Row], expected_mtbi_h: float) -> dict[str, KnownValue]:
-    """Returns what the journal tells, by the names of `inputs.LABELS`.
-
-    Args:
-        rows: oldest first.
-        expected_mtbi_h: `checkpoint.expected_mtbi_h`, the belief that crashes are weighed against.
-    """
+    """Returns what the journal and `rows`, oldest first, tell, by the names of `plan_inputs.LABELS`."""
     return {**_of_steps(history, rows), **_of_lives(history, rows), **_rates(history, expected_mtbi_h)}
 
 
@@ -74,6 +68,7 @@ def _of_steps(history: History, rows: Sequence[Row]) -> dict[str, KnownValue]:
         reached, last_end = max(reached, step), end
     if not plain:
         return {}
+    # Means where a sum has to come out right (steps, saves), medians of what comes seldom (restarts, queue).
     step_s = fmean(float(row["step_s"]) for row in plain)
     found = {"step_s": _known(step_s, f"the mean of {len(plain)} steps")}
     if first:
@@ -101,8 +96,9 @@ def _of_steps(history: History, rows: Sequence[Row]) -> dict[str, KnownValue]:
 
 
 def _saves(history: History) -> list[tuple[float, float, SaveHistory]]:
-    """(begin, end, save) of each save, in seconds since 1970. The end: read back as well, which takes cores, too."""
+    """(begin, end, save) of each save, in seconds since 1970."""
     return [
+        # To the end of reading back, which takes cores, too.
         (save.at - save.event.seconds, max(save.at, save.read_at or 0.0), save)
         for save in history.all_saves
         if save.event.seconds is not None and save.at is not None
@@ -189,11 +185,7 @@ class Happened(NamedTuple):
 
 
 def happened(history: History, rows: Sequence[Row]) -> Happened:
-    """Returns the run's interruptions.
-
-    Args:
-        rows: oldest first.
-    """
+    """Returns the run's interruptions; `rows`: oldest first."""
     trained = _trained(history)
     ended = sorted(
         (at, int(row["step"])) for row in rows if (at := _at(row)) is not None and _positive(row.get("step"))
@@ -220,21 +212,20 @@ def happened(history: History, rows: Sequence[Row]) -> Happened:
 
 
 def _last_until(each: Sequence[tuple[float, int]], moment: float) -> tuple[float, int] | None:
-    """Returns the last of those that are no later than the moment. `each` is sorted."""
+    """Returns the last of those (sorted) that are no later than the moment."""
     number = bisect_right(each, (moment, inf))
     return each[number - 1] if number else None
 
 
 def strikes_again(past: Happened, least_warning_s: float = 0.0) -> Strikes:
-    """Returns the same strikes in the same order, each at the same step, or as long after the ranks train as it came
-    then if the run is beyond that step already.
-    """
+    """Returns the same strikes in the same order, each at the same step."""
     left = iter(past.strikes)
 
     def next_strike(begins: float, trains: float) -> Strike:
         strike = next(left, None)
         if strike is None:
             return NEVER
+        # Beyond that step already: as long after the ranks train as it came then.
         return strike._replace(
             at=max(trains + strike.at, begins), warning_s=max(strike.warning_s, least_warning_s)
         )

@@ -16,14 +16,14 @@ from verl_slurm.submit.checks.run_directory import checkpoint_size
 
 _DAYS = 30
 _DAY_S = 86400.0
+# Of fewer past jobs nothing follows.
 _FEWEST_STARTS = 3
-"""Of fewer past jobs nothing follows."""
+# Bytes of a checkpoint below which the storage's speed is not what counts, and is not tried.
 _WORTH_TRYING = 64 << 20
-"""Bytes of a checkpoint below which the storage's speed is not what counts, and is not tried."""
 
 
 async def from_slurm(config: RunConfig, client: SlurmClient) -> tuple[dict[str, KnownValue], list[str]]:
-    """Returns what Slurm tells, by the names of `inputs.LABELS`, and what it did not tell, a line each."""
+    """Returns what Slurm tells, by the names of `plan_inputs.LABELS`, and what it did not tell, a line each."""
     try:
         conf = await client.config()
         name = config.slurm.partition
@@ -73,9 +73,7 @@ def from_storage(
 ) -> tuple[dict[str, KnownValue], list[str]]:
     """Returns the size of a checkpoint, and how long its save takes at the speed that the storage shows now.
 
-    Args:
-        config: paths absolute.
-        probe: writes 64 MiB to the place of the checkpoints, and removes them.
+    Paths are absolute. `probe` writes 64 MiB to the place of the checkpoints, and removes them.
     """
     size = checkpoint_size(config, [info for info in list_checkpoints(paths) if info.kind == "committed"])
     if size is None:

@@ -1,9 +1,8 @@
 """All that a plan rests on, each value with its source; and the model of a run that follows from them. Pure.
 
-What is not known is assumed, and says so. An assumption is a measurement of somebody: of this project on one machine
-(docs/figures.md, docs/gpu.md), or of Kokolis et al., "Revisiting Reliability in Large-Scale Machine Learning Research
-Clusters" (HPCA 2025, arXiv 2410.21680), where a node failed 6.50 times in a thousand days (RSC-1). Or it is a round
-number for what a cluster alone can tell.
+An assumption is a measurement of this project on one machine (docs/figures.md, docs/gpu.md), or of Kokolis et al.,
+"Revisiting Reliability in Large-Scale Machine Learning Research Clusters" (HPCA 2025, arXiv 2410.21680), where a node
+failed 6.50 times in a thousand days (RSC-1), or a round number for what a cluster alone can tell.
 """
 
 import math
@@ -74,11 +73,7 @@ def assumed(value: float, basis: str) -> KnownValue:
 
 
 def complete(known: Mapping[str, KnownValue], config: RunConfig) -> Inputs:
-    """Adds what the configuration says, what follows from what is known, and what has to be assumed.
-
-    Args:
-        known: by the names of `LABELS`; it wins over all of these.
-    """
+    """Adds what the configuration says, what follows from what is known, and what has to be assumed; `known` wins."""
     found = _configured(config) | dict(known)
 
     def say(name: str, otherwise: KnownValue) -> KnownValue:
@@ -194,11 +189,12 @@ def costs_of(model: RunModel) -> Costs:
 
 
 def cadence_of(config: RunConfig) -> CheckpointConfig:
-    """Returns when the run saves. A guest saves at multiples of `every_steps`, verl at those of its own `save_freq`."""
+    """Returns when the run saves."""
     own = config.checkpoint
     if not config.trainer.is_guest:
         return own
     said = config.verl.get("trainer.save_freq") if config.trainer.backend == "verl" else None
+    # A guest saves at multiples of `every_steps`, verl at those of its own `save_freq`.
     every = said if isinstance(said, int) and said > 0 else own.every_steps
     return msgspec.structs.replace(own, cadence="fixed", every_steps=every, runtime_every_steps=every)
 

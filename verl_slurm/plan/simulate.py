@@ -1,21 +1,20 @@
 """Simulates one run from its first start to its end, in simulated seconds. Pure: the dice are handed in.
 
 A run is a chain of LIVES: one start of the ranks, up to the strike that ends them or to the last step. Between two
-strikes nothing is random, so whole stretches of steps are one event: the time that a simulation takes grows with the
-saves and the strikes, not with the steps. Decision 0027 says why no library is behind it.
+strikes nothing is random, so whole stretches of steps are one event. Decision 0027 says why no library is behind it.
 
-A position is a step and a fraction of it. The first `sampling_share` of a step samples rollouts. What was sampled once
-is in the ledger: done again, it takes `replay_cost` of its time (1: there is no ledger). The next save is due where
-`cadence.decide` says so, which is what a training asks. It takes `save_s` from the training, waits for the save before,
-and is durable `durable_s` after its beginning. A strike goes back to the newest durable position.
+A position is a step and a fraction of it. The first `sampling_share` of a step samples rollouts. What was sampled
+once is in the ledger: done again, it takes `replay_cost` of its time (1: there is no ledger). The next save is due
+where `cadence.decide` says so. It takes `save_s` from the training, waits for the save before, and is durable
+`durable_s` after its beginning. A strike goes back to the newest durable position.
 
-Strikes: a NOTICE (a preemption, the time limit, a spot machine that is reclaimed) leaves its warning, less the daemon's
-margin, for an emergency save; a guest that saves at the end of a step alone decides by `loops.reach`. A CRASH restarts
-the ranks in place. A LOST NODE costs a restart on a spare one; without one, or if the first node is lost, a requeue.
+Strikes: a NOTICE (a preemption, the time limit, a spot machine that is reclaimed) leaves its warning, less the
+daemon's margin, for an emergency save; a guest that saves at the end of a step alone decides by `loops.reach`. A
+CRASH restarts the ranks in place. A LOST NODE costs a restart on a spare one; without one, or if the first node is
+lost, a requeue.
 
-Every allocated second has one label (`Spent`). Goodput is that of the journal (`journal.history`): the time of steps
-that count, the saves within it included, over the allocated time; a step that was interrupted in its middle counts with
-its last part. ETTR is the time of these steps without saves over all time since the first start, the queue included.
+Goodput is that of the journal (`journal.history`). ETTR is the time of steps that count, without saves, over all time
+since the first start, the queue included.
 
 Left out: hangs, budgets and waits of repeated failures, a job that grows or shrinks, a node that fails while it is a
 spare one, and several jobs that contend for one storage.
@@ -32,10 +31,10 @@ from verl_slurm.loops.reach import reach
 StrikeKind = Literal["notice", "crash", "lost_node"]
 Schedule = Callable[[int], int]
 """The step of the next periodic save after one at (or a start from) this step; at most the last step."""
+# A run that has used up this many times the time of its steps is given up: it does not get anywhere.
 _FIRST_LIMIT = 20.0
-"""A run that has used up this many times the time of its steps is given up: it does not get anywhere."""
+# Or has been struck so often: its simulation would take seconds.
 _MOST_STRIKES = 20_000
-"""Or has been struck so often: its simulation would take seconds."""
 
 
 class Dice(Protocol):
@@ -102,8 +101,9 @@ class RunModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Strike(NamedTuple):
-    """An interruption. `at`: allocated seconds since the first start; `warning_s`: of a notice; `position`: steps done
-    when it comes, instead of `at`, if the run is not beyond them."""
+    """An interruption. `at`: allocated seconds since the first start; `position`: steps done when it comes, instead
+    of `at`, if the run is not beyond them.
+    """
 
     kind: StrikeKind
     at: float
@@ -172,17 +172,15 @@ class SimulatedOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def random_strikes(model: RunModel, dice: Dice) -> Strikes:
-    """Strikes without memory, at the rates of the model.
-
-    They fall on moments of the allocated time that are the dice's alone. So two simulations with equal dice meet the
-    same strikes, and the difference between two ways to run is not drowned in that between two fates.
-    """
+    """Strikes without memory, at the rates of the model."""
     rates: tuple[tuple[StrikeKind, float], ...] = (
         ("notice", model.notices_per_s),
         ("crash", model.crashes_per_s),
         ("lost_node", model.losses_per_node_s * model.nodes),
     )
     total = sum(rate for _, rate in rates)
+    # At moments of the allocated time that are the dice's alone: two simulations with equal dice meet the
+    # same strikes, and the difference between two ways to run is not drowned in that between two fates.
     strike = Strike("crash", 0.0)
 
     def next_strike(begins: float, trains: float) -> Strike:
@@ -202,11 +200,7 @@ def random_strikes(model: RunModel, dice: Dice) -> Strikes:
 
 
 def simulate(model: RunModel, schedule: Schedule, strikes: Strikes, dice: Dice) -> SimulatedOutcome:
-    """Simulates one run.
-
-    Args:
-        dice: draws queue waits, which node is lost, and whether nodes come back.
-    """
+    """Simulates one run; `dice` draws queue waits, which node is lost, and whether nodes come back."""
     return _Run(model, schedule, strikes, dice).to_the_end()
 
 
@@ -458,7 +452,7 @@ class _Run:
         return self._model.step_s * (fraction - again * (1.0 - self._model.replay_cost))
 
     def _fraction_at(self, seconds: float, replayed: float) -> float:
-        """The inverse."""
+        """The inverse of `_time`."""
         steps, cost = seconds / self._model.step_s, self._model.replay_cost
         if steps < replayed * cost:
             return steps / cost

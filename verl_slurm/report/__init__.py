@@ -1,1 +1,1 @@
-"""One page about one run or several: its facts (`facts.py`, `gather.py`) apart from how they are drawn (`page.py`)."""
+"""One page about one run or several: facts (`report_facts.py`, `gather.py`) apart from their drawing (`page.py`)."""

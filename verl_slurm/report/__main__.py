@@ -1,7 +1,6 @@
 """`python -m verl_slurm.report`: writes the live page of one run to standard output. The server starts it as a child.
 
-It is a process of its own, so that the facts of a long run are not in the server's memory, and a run that takes too
-long, or breaks the reader, ends no more than this.
+So a run that takes too long, or breaks the reader, ends no more than this process.
 """
 
 import os
@@ -18,7 +17,7 @@ from verl_slurm.report.serve import Task
 
 
 def main() -> int:
-    """Reads the task from standard input; returns the exit code. Our own errors are one line on standard error."""
+    """Reads the task from standard input; returns the exit code."""
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=Task)
     # A path of any bytes, which JSON cannot hold.
     root = Path(os.fsdecode(task.root))
@@ -26,6 +25,7 @@ def main() -> int:
         run = require_traces(RunPaths(root))
         facts = gather([run], known={root: (task.state, task.alive)})
     except VerlSlurmError as error:
+        # One line alone is handed on to the browser.
         sys.stderr.write(f"{error.one_line()}\n")
         return int(error.exit_code)
     sys.stdout.buffer.write(render_page(facts, events=task.events).encode())

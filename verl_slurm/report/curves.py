@@ -1,7 +1,7 @@
 """Adds the rows of `steps.jsonl` up: curves over the steps that count, tokens, phases, stalls. Pure.
 
-A row whose step is not above the one before it throws that one, and all up to it, back: those steps are done again and
-do not count. Of a row, only the columns that are used here are kept: a run may have 100,000 of them.
+A row whose step is not above the one before it throws that one, and all up to it, back: those steps are done again
+and do not count.
 """
 
 import math
@@ -12,6 +12,8 @@ from verl_slurm.journal.pace import number
 from verl_slurm.journal.steps import StepRow
 from verl_slurm.report.report_facts import RunCurve, Tokens
 
+# Name, title, and the columns of our trainer, verl and others that have it; the first that a run has is
+# drawn.
 _CURVES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("reward", "Reward", ("reward", "critic/score/mean", "critic/rewards/mean", "train/reward")),
     ("eval", "Reward of the evaluation", ("eval/reward",)),
@@ -25,9 +27,8 @@ _CURVES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("tokens_per_second", "Tokens per second", ("tokens_per_second", "perf/throughput")),
     ("step_s", "Seconds per step", ("step_s", "timing_s/step", "perf/time_per_step")),
 )  # fmt: skip
-"""Name, title, and the columns of our trainer, verl and others that have it; the first that a run has is drawn."""
+# Of columns that are not quite what others have: any loop's loss need not be a policy's.
 _TITLES = {"loss": "Loss", "perf/throughput": "Tokens per second and GPU"}
-"""Of columns that are not quite what others have: any loop's loss need not be a policy's."""
 _PHASES = {
     "generate_s": "sampling",
     "timing_s/gen": "sampling",
@@ -53,11 +54,7 @@ _MOST_STEPS = 200_000
 
 
 class Steps:
-    """The rows of one run.
-
-    Args:
-        responses: sampled for one step; None: not known.
-    """
+    """The rows of one run; `responses`: sampled for one step, None: not known."""
 
     def __init__(self, rows: Iterable[StepRow] = (), responses: int | None = None) -> None:
         self._rows: list[dict[str, float]] = []
@@ -79,6 +76,7 @@ class Steps:
         for name in numbers:
             if name not in _KNOWN and len(self._others) < _MOST_OTHERS:
                 self._others[name] = None
+        # Of a row, only the columns that are used: a run may have 100,000 of them.
         kept = {name: value for name, value in numbers.items() if name in _WANTED or name in self._others}
         # A run of more steps than that keeps its newest: pages have a size.
         if len(self._rows) == _MOST_STEPS:
@@ -91,7 +89,7 @@ class Steps:
         return int(self._rows[-1]["step"]) if self._rows else 0
 
     def curves(self) -> list[RunCurve]:
-        """Of a loop with unknown columns: its first four."""
+        """Returns the known curves; of a loop with unknown columns its first four."""
         found = []
         for name, title, columns in _CURVES:
             column = next((one for one in columns if any(one in row for row in self._rows)), None)
@@ -130,9 +128,8 @@ class Steps:
         return parts | ({"other": round(rest, 3)} if parts and rest > 0.0 else {})
 
     def stall_after(self, saves: Sequence[int]) -> list[float | None]:
-        """Seconds that training waited for saves after each of the steps `saves` (rising), up to the next of them.
-
-        None: no step of them has measured it.
+        """Seconds that training waited for saves from each of the steps `saves` (rising) to the next; None: not
+        measured.
         """
         found: list[float | None] = [None] * len(saves)
         number = -1
@@ -167,6 +164,7 @@ class Steps:
 
 
 def _means(points: Sequence[tuple[float, float]], each: int) -> list[tuple[float, float]]:
-    """The last step, and the mean value, of every `each` neighbouring points; 6 digits, so that a page stays small."""
+    """The last step, and the mean value, of every `each` neighbouring points."""
     groups = (points[begin : begin + each] for begin in range(0, len(points), each))
+    # 6 digits, so that a page stays small.
     return [(group[-1][0], float(f"{sum(value for _, value in group) / len(group):.6g}")) for group in groups]

@@ -43,12 +43,7 @@ _MOST_WARNINGS = 30
 
 
 def require_traces(paths: RunPaths) -> RunPaths:
-    """Refuses a directory in which no file of a run is left.
-
-    Raises:
-        NotFound: none is there.
-        PermissionRefused: the directory is closed to us.
-    """
+    """Raises NotFound if no file of a run is left in a directory, PermissionRefused if it is closed to us."""
     if paths.root.is_dir() and not os.access(paths.root, os.R_OK | os.X_OK):
         raise PermissionRefused("the run cannot be read", where=paths.root, remedy="ask its owner for access")
     traces = (paths.run_yaml, paths.events, paths.steps, paths.status, paths.checkpoints)
@@ -92,16 +87,14 @@ def gather(
 
 
 def _tell_apart(runs: Sequence[RunFacts]) -> None:
-    """Names runs by their directories where two have one name."""
     if len({run.name for run in runs}) < len(runs):
+        # Where two have one name, their directories tell them apart.
         above = os.path.commonpath([run.run_dir for run in runs])
         for run in runs:
             run.name = os.path.relpath(run.run_dir, above)
 
 
 class _Reader:
-    """Reads one run."""
-
     def __init__(
         self,
         paths: RunPaths,
@@ -276,11 +269,7 @@ class _Reader:
 
 
 def _checkpoints_of(paths: RunPaths, history: History, steps: Steps) -> list[shown.CheckpointFacts]:
-    """The newest saves of the journal, and what is in the directory; newest first.
-
-    Raises:
-        OSError: the directory cannot be read.
-    """
+    """The newest saves of the journal, and what is in the directory; newest first. OSError: it cannot be read."""
     saves = {name: save.event for name, save in history.saves.items()}
     # A colleague of a group sees none of them, as in `status`.
     try:
@@ -381,7 +370,6 @@ def _allocation_of(
 
 
 def _responses(config: RunConfig | None) -> int | None:
-    """Responses that are sampled for a step."""
     if config is None:
         return None
     if not config.trainer.is_guest:

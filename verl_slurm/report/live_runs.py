@@ -1,7 +1,6 @@
 """The table of all runs below a directory, kept up to date: one small row for each, and which rows have changed.
 
-The directory is followed as `verl-slurm watch` does it: sizes of journals are looked at, and nothing is read of one
-that has not grown. Only rows are kept: a run's facts are gathered when its page is opened.
+The directory is followed as `verl-slurm watch` does it. A run's facts are gathered when its page is opened.
 """
 
 import os
@@ -18,8 +17,8 @@ from verl_slurm.journal.events import Event
 from verl_slurm.runs.follow import FleetWatch, Followed
 from verl_slurm.runs.glance import Glance, glance
 
+# Characters of an event in the table.
 _LONGEST = 1000
-"""Characters of an event in the table."""
 
 
 class RunRow(msgspec.Struct, frozen=True):
@@ -42,12 +41,9 @@ class RunRow(msgspec.Struct, frozen=True):
 
 
 def row_of(name: str, state: str, seen: Glance | None, tell: Callable[[Event], str]) -> RunRow:
-    """Returns the row of a run. Pure.
+    """Returns the row of a run. Pure. `seen` None: nothing but its state is known.
 
-    Args:
-        name: the run's path below the directory; of bytes that are no UTF-8, as `os.fsdecode` has them.
-        seen: None: nothing but its state is known.
-        tell: puts an event into words.
+    `name`: the run's path below the directory; of bytes that are no UTF-8, as `os.fsdecode` has them.
     """
     # Names are of any bytes, and JSON has no lone surrogates.
     shown = printable(name)
@@ -77,10 +73,8 @@ def _link(name: str) -> str:
 class LiveRuns:
     """Rows by the run's path below `above`, with links resolved; a run that a link has outside of it is left out.
 
-    `look` reads files, one at a time; it may be called in a thread, since only `apply` and `drop` change what is shown.
-
-    Attributes:
-        above: the directory that holds the runs.
+    `look` reads files, one at a time; it may be called in a thread, since only `apply` and `drop` change what is
+    shown.
     """
 
     def __init__(self, place: Path, tell: Callable[[Event], str]) -> None:
@@ -106,11 +100,7 @@ class LiveRuns:
         return self._trouble or self._fleet.problem
 
     def look(self, *, ask: bool = False) -> None:
-        """Reads what has changed.
-
-        Args:
-            ask: the scheduler, once a minute, about the runs that have not ended: one question for all.
-        """
+        """Reads what has changed; with `ask` also, once a minute, whether runs that have not ended live."""
         self._dirty.clear()
         self._forget()
         try:
@@ -136,7 +126,8 @@ class LiveRuns:
         return is_news
 
     def removed(self) -> list[str]:
-        """Returns the runs whose directories are gone: no journal says so."""
+        """Returns the runs whose directories are gone."""
+        # No journal says so.
         return [name for name in list(self.rows) if not os.path.lexists(self.above / name)]
 
     def drop(self, names: Sequence[str]) -> None:

@@ -1,7 +1,6 @@
 """Renders a report as one HTML page that needs no network, and the pages of the server. Facts in, text out.
 
-All that is from outside (names, evidence, responses) is escaped by Jinja, and characters that cannot be printed are
-shown as their codes. Charts get their data as JSON in a block that is no script. The page's own policy (CSP) allows the
+All that is from outside (names, evidence, responses) is escaped by Jinja. The page's own policy (CSP) allows the
 scripts and the style that are here, by their hashes, and nothing else: no request, no inline handler, no style
 attribute. A page of the server (`report/serve.py`) may also ask that server.
 """
@@ -26,8 +25,8 @@ _ASSETS = files("verl_slurm.report") / "assets"
 _SCRIPTS = ("echarts.min.js", "page.js")
 LIVE_SCRIPTS = (*_SCRIPTS, "live.js")
 LIST_SCRIPTS = ("list.js",)
+# Lines of the table of curves.
 _MOST_ROWS = 40
-"""Lines of the table of curves."""
 _MOST_CHECKPOINTS = 60
 _KIND_TITLES = {kind: kind.capitalize() for kind in KINDS} | {"preempted": "Interrupted"}
 _PART_TITLES = {
@@ -44,11 +43,7 @@ _PART_TITLES = {
 
 
 def render_page(report: Report, events: str = "") -> str:
-    """Returns the page's HTML.
-
-    Args:
-        events: address of the server-sent events that tell of newer facts; empty: the page is a file.
-    """
+    """Returns the page's HTML; `events`: address of the server-sent events of newer facts, empty: a file."""
     scripts = LIVE_SCRIPTS if events else _SCRIPTS
     page = (
         _environment()
@@ -76,12 +71,7 @@ def render_page(report: Report, events: str = "") -> str:
 
 
 def render_list(rows: Sequence[RunRow], summary: str, version: int, where: str) -> str:
-    """Returns the HTML of the table of runs.
-
-    Args:
-        version: of the newest row: the page asks for what is newer.
-        where: the directory that holds the runs.
-    """
+    """Returns the HTML of the table of runs below `where`; the page asks for rows that are newer than `version`."""
     return (
         _environment()
         .get_template("list.html.jinja")
@@ -132,8 +122,7 @@ def policy_of(scripts: tuple[str, ...], *, live: bool) -> str:
 
 def chart_data(report: Report) -> dict[str, Any]:
     """Returns what the page's script (`page.js`) draws: intervals as (kind, from, to, attempt) with times in
-    milliseconds, curves as (step, value), each further attempt with its first step, and the steps at which a curve of
-    rewards got another reward.
+    milliseconds, curves as (step, value), each further attempt with its first step, and the steps of another reward.
     """
     return {
         "kinds": [_KIND_TITLES[kind] for kind in KINDS],
@@ -178,7 +167,7 @@ def _panels(runs: Sequence[RunFacts]) -> list[dict[str, Any]]:
 
 
 def _replaced(run: RunFacts, name: str) -> list[int]:
-    """Returns the steps from which on a curve shows another reward than before, on a scale of its own."""
+    # From there on the curve shows another reward, on a scale of its own.
     return [one.step for one in run.rewards] if name in ("reward", "eval") else []
 
 

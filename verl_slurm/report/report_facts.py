@@ -65,7 +65,7 @@ class CheckpointFacts(msgspec.Struct, frozen=True, kw_only=True):
     emergency: bool = False
     reason: str = ""
     verified: str = ""
-    """verified, corrupt, removed unread; empty: not read back."""
+    """verified, corrupt, removed unread, on the nodes' disks; empty: not read back."""
     kept: bool = False
     """It is in the run's directory now."""
 

@@ -8,12 +8,9 @@
 | `/FOLDER/events?since=N` | server-sent events: the rows that are newer than version N, as they change |
 | `/FOLDER/events?since=N&run=PATH` | likewise, of one run |
 
-FOLDER is random. A browser sends a cookie to all ports of a host, and any site can send the browser to the port of
-another user. But it sends the cookie only with paths below FOLDER, which no other site or server is told.
-
-It listens on 127.0.0.1, which every user of the machine reaches. So nothing is answered without the token, nor under
-another name than this address's: a hostile site may have its own name lead here (DNS rebinding). A path is looked up
-among the runs that were found, and no file is opened by it. Limits of bytes, time and connections: `wire/http.py`.
+FOLDER is random: a browser sends its cookie to all ports of a host, but only with paths below FOLDER, which no other
+site or server is told. Nothing is answered without the token, nor under another host's name. Limits of bytes,
+time and connections: `wire/http.py`.
 """
 
 import asyncio
@@ -80,11 +77,9 @@ class Server:
         self._pages = asyncio.Semaphore(_PAGES_AT_ONCE)
 
     async def run(self, port: int, on_ready: Callable[[str, int], None]) -> None:
-        """Serves until it is cancelled.
+        """Serves until it is cancelled. `port` 0: any free one.
 
-        Args:
-            port: 0: any free one.
-            on_ready: called with the address, which holds the token, and the number of runs.
+        `on_ready` is called with the address, which holds the token, and the number of runs.
 
         Raises:
             OSError: the port is taken, or the directory cannot be read.
@@ -136,6 +131,7 @@ class Server:
 
     async def _allowed(self, request: HttpRequest) -> HttpReply:
         if request.headers.get("host", "") not in self._hosts:
+            # A hostile site may have its own name lead here (DNS rebinding).
             return HttpReply(403, b"This server answers under http://127.0.0.1:PORT alone.\n")
         if not request.bearer:
             return HttpReply(
@@ -233,7 +229,8 @@ def _decoded(name: str) -> str:
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
-    """Returns the result of `work` on files. A file system may be slow, and requests are answered meanwhile."""
+    """Returns the result of `work` on files."""
+    # A file system may be slow, and requests are answered meanwhile.
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()  # who waits for it may leave, and it has its result all the same
 

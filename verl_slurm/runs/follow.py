@@ -1,11 +1,7 @@
-"""Follows one run to its end, woken by the file system instead of by a clock, or many, by the sizes of their journals.
+"""Follows one run to its end, woken by the file system and not by a clock, or many, by the sizes of their journals.
 
-inotify does not see what another machine writes to a network file system; there watchdog's own polling observer looks
-every two seconds. Of many runs the journals are looked at, not the snapshots beside them: every training run replaces
-its snapshot twice a second, and a follower of a thousand runs could not read all of them.
-
-No journal tells that a lead was killed. The scheduler, or the process table, is asked about that: about one run after a
-silence, about many by one question, once a minute.
+No journal tells that a lead was killed. The scheduler, or the process table, is asked about that: about one run after
+a silence, about many by one question, once a minute.
 """
 
 import itertools
@@ -37,8 +33,8 @@ from verl_slurm.runs.liveness import job_state, settle
 from verl_slurm.runs.run_record import last_job
 
 _POLL_S = 2.0
+# Bytes that are read at once; a longer line comes in pieces.
 _MOST = 4 << 20
-"""Bytes that are read at once; a longer line comes in pieces."""
 # watchdog logs an error if an event comes while its thread is stopped, which is how every follow ends.
 logging.getLogger("watchdog.observers.inotify").setLevel(logging.CRITICAL)
 _SILENCE_S = {"slurm": 30.0, "local": 2.0}
@@ -64,12 +60,12 @@ class Followed(msgspec.Struct, kw_only=True):
     """The exit code with which it ended while it was followed."""
 
     def take(self, *, newest: bool = True) -> list[ev.Event]:
-        """Returns what its journal has more; looks at its size first.
+        """Returns what its journal has more; looks at its size first. `newest`: of much more, the newest events
+        alone; otherwise a part, and the next call goes on.
 
-        Args:
-            newest: of much more, the newest events alone; otherwise a part, and the next call goes on.
-
-        Raises FileNotFoundError: there is no journal. OSError, TooMuch: it cannot be read.
+        Raises:
+            FileNotFoundError: there is no journal.
+            OSError, TooMuch: it cannot be read.
         """
         paths = RunPaths(self.root)
         if _size(paths.events) == self.offset:
@@ -99,16 +95,16 @@ def follow_run(
     on_event: Callable[[ev.Event], None],
     on_status: Callable[[dict[str, Any]], None] | None = None,
 ) -> ExitCode:
-    """Hands every event after `offset` to `on_event` until the run has ended, over all its requeues.
+    """Hands every event after byte `offset` to `on_event` until the run has ended, over all its requeues.
 
     Args:
-        offset: bytes of events.jsonl that are history.
         on_event: gets each event. The last one may be ours: `gone`, for a job that ended without a word.
         on_status: gets the content of status.json whenever it has changed.
 
-    Returns the run's exit code: that of the last lead of its newest job, or the scheduler's if a lead died without a
-    word. An end that another submission follows in the journal is reported, and is not the run's.
+    Returns:
+        The exit code of the last lead of its newest job, or the scheduler's if a lead died without a word.
     """
+    # An end that another submission follows in the journal is reported, and is not the run's.
     run = Followed(root=paths.root, state="", alive=True, offset=offset)
     patience_s, code = _SILENCE_S[last_job(paths).cluster], ExitCode.OK
 
@@ -156,7 +152,6 @@ class FleetWatch:
     """Follows the runs in, or below, some directories.
 
     Args:
-        places: run directories, or directories that hold some.
         on_event: gets each event with its run as it is written; also our own, `gone`, as in `follow_run`.
         on_glance: gets what was read of a run whenever one is: when it is found, and when it is asked about.
     """
@@ -182,9 +177,7 @@ class FleetWatch:
     ) -> ExitCode | int:
         """Follows until no run lives any more; returns OK, or the highest code with which a run ended meanwhile.
 
-        Args:
-            on_turn: called first when all runs are known, then whenever something was reported.
-            sleep: replaced in tests.
+        `on_turn` is called first when all runs are known, then whenever something was reported.
         """
         # ---- find the runs, and ask once which of them still live
         self.find()
@@ -197,11 +190,7 @@ class FleetWatch:
         return max((run.exit_code or 0 for run in self.runs.values()), default=0)
 
     def look(self, *, ask: bool = True) -> int:
-        """Reports what is new; returns how much.
-
-        Args:
-            ask: the scheduler as well, if that is due.
-        """
+        """Reports what is new; returns how much. With `ask` the scheduler is asked as well, if that is due."""
         told = self.find() + sum(self._read(run) for run in list(self.runs.values()))
         # Not after a silence: other runs may never be silent for a minute.
         is_due = ask and time.monotonic() - self._asked >= _ASK_S
@@ -223,6 +212,8 @@ class FleetWatch:
 
     def _take_up(self, root: Path) -> None:
         # Before the glance: an event in between is told twice at worst, never missed.
+        # Of many runs the journals are looked at, not the snapshots beside them: each of these is replaced
+        # twice a second.
         offset = _size(RunPaths(root).events)
         if offset is None:
             self.idle[root] = "prepared"  # its journal comes with its first job
@@ -318,12 +309,12 @@ class _Bell(FileSystemEventHandler):
 def watched(directory: Path, names: set[str] | None = None) -> Iterator[Callable[[float | None], bool]]:
     """Yields a function that waits for a change in a directory, at most so many seconds; it returns whether one came.
 
-    Args:
-        directory: it is watched, and not a file in it: that may not exist yet, and a replaced one has another inode.
-        names: paths of the files that matter; None: all.
+    `names`: paths of the files that matter; None: all.
     """
     bell = _Bell(names)
+    # inotify does not see what another machine writes to a network file system.
     observer = PollingObserver(timeout=_POLL_S) if is_remote(directory) else Observer()
+    # Not a file in it: that may not exist yet, and a replaced one has another inode.
     observer.schedule(bell, str(directory))
     observer.start()
 

@@ -1,11 +1,7 @@
 """Reads many runs at a glance: collects for `list` and `watch` the facts of a thousand run directories in a second.
 
-A bounded part of each run is read: its snapshot, the end of its journal, the newest checkpoint's manifest. The lead
-has put the journal's sums into the snapshot. That may not be enough: the snapshot is of an older daemon, or the end
-of the journal does not name its job. Then more is read, up to the whole: slower, and never wrong.
-
-A snapshot does not know that its lead was killed. So every run that is not over by the journal is looked up: all
-Slurm jobs by ONE question, a local one by its process.
+A bounded part of each run is read: its snapshot, with the lead's sums of the journal, the end of its journal, the
+newest checkpoint's manifest. Where that is not enough, more is read, up to the whole: slower, and never wrong.
 """
 
 import asyncio
@@ -49,8 +45,8 @@ class Glance(msgspec.Struct, kw_only=True):
     status: dict[str, Any] = {}
     job: Submission | None = None
     word: Submitted | Started | Ended | None = None
-    """The newest event that says whether the run goes on: submitted, started or ended. None: the run has a lead,
-    which started longer ago than was read back.
+    """The newest event that says whether the run goes on. None: it has a lead, which started longer ago than was read
+    back.
     """
     last: Event | None = None
     """The newest event of all."""
@@ -90,10 +86,7 @@ class Seen(msgspec.Struct, frozen=True):
 
 
 def find_runs(place: Path, depth: int = _DEPTH) -> Iterator[tuple[Path, bool]]:
-    """Yields (run, whether it is readable) in the order of the names, `depth` directories down.
-
-    Does not search below a run: a thousand of them have a hundred thousand directories of checkpoints.
-    """
+    """Yields (run, whether it is readable) in the order of the names, `depth` directories down."""
     try:
         entries = sorted((e.name, e.is_symlink()) for e in os.scandir(place) if _leads_to_directory(e))
     # Removed since it was listed.
@@ -110,6 +103,7 @@ def find_runs(place: Path, depth: int = _DEPTH) -> Iterator[tuple[Path, bool]]:
             os.stat(path / "run.yaml")
         except FileNotFoundError:
             if depth > 1:
+                # Not below a run: a thousand of them have a hundred thousand directories of checkpoints.
                 yield from find_runs(path, depth - 1)
         except OSError:
             yield path, False
@@ -125,20 +119,17 @@ def _leads_to_directory(entry: os.DirEntry[str]) -> bool:
 
 
 def steps_done(status: Mapping[str, Any], checkpoint: CheckpointInfo | None) -> int:
-    """Returns the completed steps. A start whose ranks have not reported yet has those that it resumes from. Pure."""
+    """Returns the completed steps. Pure."""
     step: int = status.get("step", 0)
     # Without a phase no rank has reported yet, and a new lead's snapshot may begin with step 0.
+    # Then it has those that it resumes from.
     if checkpoint is not None and not status.get("phase"):
         return max(step, checkpoint.step)
     return step
 
 
 def glance(root: Path, history: History | None = None) -> Glance:
-    """Reads one run. `error` says what cannot be read.
-
-    Args:
-        history: of the whole journal, where it has been read already; then an error is raised.
-    """
+    """Reads one run; with the `history` of its whole journal, an error is raised. Otherwise `error` says what it is."""
     paths, checkpoint, lost, given = RunPaths(root), None, "", history is not None
     try:
         status = read_status(paths)
@@ -238,8 +229,9 @@ def is_over(run: Glance) -> bool:
 def ask_for(runs: Sequence[Glance]) -> tuple[dict[Path, Seen], str]:
     """Looks up the jobs of the runs that are not over; also returns the error that kept Slurm from answering.
 
-    A run that ended between our two looks is read again: its `Glance` in `runs` is brought up to date.
+    A run that ended between our two looks is read again, and brought up to date in `runs`.
     """
+    # A snapshot does not know that its lead was killed.
     waiting = [run for run in runs if not is_over(run)]
     seen, problem = _ask(waiting)
     for run in waiting:
@@ -298,9 +290,7 @@ def _cluster_here() -> str:
 
 
 def state_of(run: Glance, seen: Seen | None) -> str:
-    """Returns one or two words. A `?` after them: the snapshot says so, and this machine cannot tell whether its lead
-    lives. Pure.
-    """
+    """Returns one or two words. A `?` after them: this machine cannot tell whether the lead lives. Pure."""
     if run.error:
         return run.error
     if run.job is None:

@@ -27,11 +27,11 @@ from verl_slurm.slurm.slurm_client import SlurmClient
 
 ANOTHERS = "another job has its number"
 """`JobState.detail` of a job whose number is, on this cluster or by now, not the run's."""
+# Prefix of the job id of a lead that was started without submitit.
 _BY_HAND = "local-"
-"""Prefix of the job id of a lead that was started without submitit."""
 
+# The number of a job or a process. `isdecimal` would accept the digits of all scripts.
 _JOB = re.compile(r"[0-9]{1,10}")
-"""The number of a job or a process. `isdecimal` would accept the digits of all scripts."""
 
 
 def job_number(job_id: str) -> int | None:
@@ -82,11 +82,7 @@ _CHANGES = {
 
 
 def job_state(paths: RunPaths, job: Submission) -> JobState:
-    """Asks once.
-
-    Raises:
-        SlurmMissing: no Slurm, or no answer.
-    """
+    """Asks once; SlurmMissing: no Slurm, or no answer."""
     if job.cluster == "local":
         return _local_state(paths, job)
     number = job_number(job.job_id)
@@ -118,8 +114,7 @@ def job_state(paths: RunPaths, job: Submission) -> JobState:
 
 
 def cluster_of_another(job: Submission) -> str:
-    """Returns that the job is of another Slurm cluster than the one that answers here; empty: it is of this one, or
-    that is not known. Raises SlurmMissing."""
+    """Returns that the job is of another Slurm cluster; empty: it is not, or not known. May raise SlurmMissing."""
     if not job.slurm:
         return ""
     here = asyncio.run(SlurmClient().cluster_name())
@@ -132,12 +127,7 @@ def elsewhere(cluster: str, here: str) -> str:
 
 
 def queued_jobs(paths: RunPaths) -> list[str]:
-    """Returns the unfinished jobs that `submit` or a lead queued for the run, by their batch scripts in RUN/logs: also
-    those of which the journal does not know. The newest is last.
-
-    Raises:
-        SlurmMissing: no Slurm, or no answer.
-    """
+    """Returns the run's unfinished jobs by their batch scripts in RUN/logs, newest last. SlurmMissing: no answer."""
     jobs = asyncio.run(SlurmClient().own_jobs())
     return [number for number, script in jobs if is_script_of(paths.root, script)]
 
@@ -181,17 +171,14 @@ def is_held(reason: str) -> bool:
 
 
 def needed_change(reason: str) -> str:
-    """Returns what of a waiting job has to be changed, by it or by an administrator, before Slurm starts it; empty: it
-    waits for its turn alone. Pure. The reasons are those of `job_reason_string` in Slurm's slurm_protocol_defs.c.
-    """
+    """Returns what has to be changed of a waiting job before Slurm starts it; empty: it waits for its turn. Pure."""
+    # The reasons are those of `job_reason_string` in Slurm's slurm_protocol_defs.c.
     return next((change for pattern, change in _CHANGES.items() if re.match(pattern, reason)), "")
 
 
 def runs_here(root: Path, job: JobFacts) -> bool:
-    """Returns whether Slurm itself ties the job to the run. Either its script lies in RUN/logs, as with `submit` and
-    successors; or RUN is an argument of its script, as with those in `sbatch/`. A journal proves nothing: a run that
-    was handed over brings its own.
-    """
+    """Returns whether Slurm itself ties the job to the run, by its script in RUN/logs, or RUN as an argument of it."""
+    # A journal proves nothing: a run that was handed over brings its own.
     _, *words = (job.command or "").split(" ")
     # Slurm writes no quotes: RUN, and the path of a script in it, may contain blanks.
     arguments = [*words, *(" ".join(words[start:]) for start in range(len(words)))]
@@ -199,12 +186,8 @@ def runs_here(root: Path, job: JobFacts) -> bool:
 
 
 def may_be_of(root: Path, job: JobFacts, *, queued_by_us: bool) -> bool:
-    """Returns whether a job with the number of the run's can be the run's: on another cluster, and where a cluster's
-    numbers begin anew, the number is another job's.
-
-    Args:
-        queued_by_us: the run's job was queued by `submit` or a lead (`Submission`).
-    """
+    """Returns whether a job with this number can be the run's (`queued_by_us`: by `submit` or a lead)."""
+    # On another cluster, and where a cluster's numbers begin anew, the number is another job's.
     if runs_here(root, job) or job.command is None:
         return True  # a site may hide it
     # A script that somebody wrote by hand need not name the run.
@@ -212,15 +195,14 @@ def may_be_of(root: Path, job: JobFacts, *, queued_by_us: bool) -> bool:
 
 
 def _names(root: Path, words: Iterable[str], where: str | None) -> bool:
-    """Returns whether one of the words is the path of the run, seen from the directory `where`."""
     return any(word and _is_same_place(Path(where or "/") / word, root) for word in words)
 
 
 def _is_same_place(one: Path, other: Path) -> bool:
-    """Returns whether two paths lead to one directory: by links, or by two mounts of one file system."""
     if os.path.realpath(one) == os.path.realpath(other):
         return True
     try:
+        # By two mounts of one file system.
         return one.samefile(other)
     except (OSError, ValueError):  # it is not here, or no path at all
         return False
@@ -237,9 +219,7 @@ def _local_state(paths: RunPaths, job: Submission) -> JobState:
 
 
 def controller(paths: RunPaths, job: Submission) -> psutil.Process | None:
-    """Returns the living process of a local run: submitit's local controller, or a lead that was started by hand
-    (`local-PID`, with a hostfile). A reused process id is not taken for it.
-    """
+    """Returns the living process of a local run: submitit's local controller, or a lead that was started by hand."""
     if job.job_id.startswith(_BY_HAND):
         return _lead_by_hand(paths, job)
     number = job_number(job.job_id)
@@ -293,16 +273,13 @@ def settle(paths: RunPaths, job: Submission, timeout_s: float = 10.0) -> None:
 
 
 def refuse_living(paths: RunPaths, *, ask_for_unknown: bool = False) -> None:
-    """Raises Fenced if the run has a job.
-
-    Args:
-        ask_for_unknown: also one of Slurm's that its journal does not name: its number was lost, or the journal was.
-    """
+    """Raises Fenced if the run has a job, with `ask_for_unknown` also one of Slurm's that its journal does not name."""
     history = read_history(paths)
     with suppress(NotFound):
         _refuse_living_job(paths, history, last_job(paths))
     if not ask_for_unknown:
         return
+    # Its number was lost, or the journal was.
     if unknown := unknown_jobs(paths, history):
         ends = f"it trains the run when it starts; `verl-slurm cancel {shell_word(paths.root)}` ends it"
         if not paths.run_yaml.exists():

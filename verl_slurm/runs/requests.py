@@ -21,8 +21,8 @@ from verl_slurm.slurm.facts import JobFacts
 from verl_slurm.slurm.requeue_rules import RequeueOutcome
 from verl_slurm.slurm.slurm_client import SlurmClient
 
+# Seconds after which a request that Slurm does not answer is not begun again.
 _PATIENCE_S = 30.0
-"""Seconds after which a request that Slurm does not answer is not begun again."""
 _PAUSE_S = 1.0
 
 
@@ -77,8 +77,7 @@ def _cancel(run: RunPaths) -> str:
 
 
 def _cancel_unknown(run: RunPaths, error: NotFound) -> str:
-    """Ends the jobs of the run that Slurm has and its journal does not name; returns their ids. Raises `error` if there
-    are none."""
+    """Ends the jobs of the run that its journal does not name; returns their ids. Raises `error` if there are none."""
     history = read_history(run)
     job = history.job
     if job is not None and job.cluster != "slurm":
@@ -98,10 +97,11 @@ def _cancel_unknown(run: RunPaths, error: NotFound) -> str:
 def requeue_run(run: RunPaths, *, at_once: bool = False) -> tuple[str, str]:
     """Has the running job of RUN save, end and start again; returns its id, and in words what happens now.
 
-    Args:
-        at_once: Slurm does it, and the ranks have KillWait to save.
+    `at_once`: Slurm does it, and the ranks have KillWait to save.
 
-    Raises NotFound: the run has no living job. SlurmMissing, SlurmRefused: the request failed.
+    Raises:
+        NotFound: the run has no living job.
+        SlurmMissing, SlurmRefused: the request failed.
     """
     job = last_job(run)
     # `scontrol requeue` starts a job that is over again, one that its user has cancelled as well.
@@ -158,8 +158,10 @@ def _not_requeued(run: RunPaths, facts: JobFacts, found: str) -> SlurmRefused:
 def _require_living(run: RunPaths, by_hand: str) -> str:
     """Returns the state of the run's job. `by_hand` is the command that does what is asked for to the job `{}`.
 
-    Raises NotFound: it is over, or of another cluster or machine. SlurmRefused: its number is another job's.
-    SlurmMissing: no answer.
+    Raises:
+        NotFound: it is over, or of another cluster or machine.
+        SlurmRefused: its number is another job's.
+        SlurmMissing: no answer.
     """
 
     job = last_job(run)
@@ -190,9 +192,7 @@ def _require_living(run: RunPaths, by_hand: str) -> str:
 
 
 def _require_own(run: RunPaths, job: Submission, by_hand: str) -> None:
-    """Refuses a Slurm job that nothing but the run's journal ties to the run. (A local one is recognised by its
-    command line.) Raises SlurmRefused: it is another job. NotFound, SlurmMissing: as `SlurmClient.job`.
-    """
+    """Raises SlurmRefused for a job that the run's journal alone ties to the run; else as `SlurmClient.job`."""
 
     # A local lead is recognised by its own command line, whatever the journal says.
     if job.cluster != "slurm":
@@ -210,8 +210,10 @@ def _require_own(run: RunPaths, job: Submission, by_hand: str) -> None:
 
 
 def ask_for_save(run: RunPaths) -> str:
-    """Has the running job of RUN save and go on, by the signal of an operator (`scancel -b -s USR1 JOB`). Returns its
-    id; empty: no job of the run is running, so nothing was asked. Raises SlurmMissing, SlurmRefused: it failed.
+    """Has the running job of RUN save and go on; returns its id, empty: none is running.
+
+    Raises:
+        SlurmMissing, SlurmRefused: the request failed.
     """
 
     try:
@@ -225,6 +227,7 @@ def ask_for_save(run: RunPaths) -> str:
     if state.over or state.state != "RUNNING":
         return ""
     if job.cluster == "slurm":
+        # The signal of an operator: `scancel -b -s USR1 JOB`.
         asyncio.run(SlurmClient().signal_batch(int(job.job_id), signal.SIGUSR1.name.removeprefix("SIG")))
     else:
         try:
@@ -235,8 +238,6 @@ def ask_for_save(run: RunPaths) -> str:
 
 
 def _signal_local(run: RunPaths, number: signal.Signals) -> None:
-    """Signals the lead of a run without Slurm."""
-
     found = leads(run, last_job(run))
     if not found:
         raise NotFound(

@@ -24,21 +24,15 @@ from verl_slurm.runtime_state.segment import HEAD_BYTES
 
 
 def require_run(paths: RunPaths) -> RunPaths:
-    """Refuses a directory that is not a run.
-
-    Raises:
-        NotFound: it has no run.yaml.
-    """
+    """Refuses a directory that is not a run: NotFound, it has no run.yaml."""
     if not paths.run_yaml.is_file():
         load_resolved(paths.run_yaml)  # raises if it is not
     return paths
 
 
 def has_begun(paths: RunPaths) -> bool:
-    """Returns whether the run has something that another configuration would spoil: a checkpoint, or rollouts.
-
-    A checkpoint that is damaged or set aside counts too.
-    """
+    """Returns whether the run has something that another configuration would spoil: a checkpoint, or rollouts."""
+    # One that is damaged or set aside counts, too.
     kinds = {info.kind for info in list_checkpoints(paths) if not info.name.startswith(".")}
     return bool(kinds & {"committed", "torn", "quarantined"}) or any(
         segment.stat().st_size > HEAD_BYTES for segment in paths.ledger.glob("*.ledger")
@@ -66,15 +60,12 @@ def steps_done(paths: RunPaths) -> int:
     return done
 
 
+# The batch script of a job, as submitit names it in RUN/logs.
 _SCRIPT = re.compile(r"(\d{1,10})_submission\.sh", re.ASCII)
-"""The batch script of a job, as submitit names it in RUN/logs."""
 
 
 def job_by_files(paths: RunPaths) -> Submission | None:
-    """Returns the newest job that RUN/attempt or RUN/logs names, for a run whose journal names none: it was emptied.
-
-    None: they name none either.
-    """
+    """Returns the newest job that RUN/attempt or RUN/logs names, for a run whose journal was emptied; or None."""
     found: list[tuple[float, Submission]] = []
     with suppress(OSError, VerlSlurmError):
         if (owner := read_copy(paths)) is not None and owner.cluster in ("slurm", "local"):
@@ -99,11 +90,7 @@ def _is_slurms(script: Path) -> bool:
 
 
 def last_job(paths: RunPaths) -> Submission:
-    """Returns the newest job of the run, whoever submitted it.
-
-    Raises:
-        NotFound: the run was never submitted.
-    """
+    """Returns the newest job of the run, whoever submitted it; NotFound: there was none."""
     found = read_history(paths).job or job_by_files(paths)
     if found is None:
         raise NotFound(

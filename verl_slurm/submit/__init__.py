@@ -1,7 +1,6 @@
 """Submission: the order of it, and what is refused before a job is queued.
 
-The module can be called: `verl_slurm.submit(...)` is `verl_slurm.api.submit`, and once any module of this package is
-imported, the name `verl_slurm.submit` stands for the package.
+`verl_slurm.submit(...)` is `verl_slurm.api.submit`: once this package is imported, the name stands for the package.
 """
 
 import sys

@@ -1,7 +1,6 @@
 """What `submit` checks before it makes anything, and `doctor` of a cluster: the list, and the small checks of it.
 
-A check here costs a second; the same mistake found by the job costs a wait in the queue. Local questions come before
-Slurm's: without slurmctld a command of Slurm takes 9 s to say so.
+Local questions come before Slurm's: without slurmctld a command of Slurm takes 9 s to say so.
 """
 
 import os
@@ -52,8 +51,8 @@ from verl_slurm.submit.submission_plan import Cluster, SubmissionPlan, reshaped,
 from verl_slurm.verl.verl_inputs import data_of
 from verl_slurm.wire.http import read_token
 
+# Schedules that end with the run (trainer/objective/optimizers.py).
 _BY_LENGTH = ("linear", "cosine", "wsd")
-"""Schedules that end with the run (trainer/objective/optimizers.py)."""
 # Linux, containers whose /proc hides the driver, WSL.
 _SIGNS = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))
 
@@ -62,13 +61,10 @@ class Draft(msgspec.Struct, kw_only=True):
     """A plan in the making, which the checks look at and complete.
 
     Attributes:
-        written: the configuration as the user wrote it.
         not_run: why nothing that the configuration names is run (`why_not_run`); empty: it is.
         code, trees, begin_again: as of `plan_submission`; `directory` is its `base`.
-        drill: of doctor: carries out a fire drill, for a cluster with that configuration of Slurm.
         is_new: the run is not there yet; None: not known.
         committed: checkpoints of the run, newest first.
-        trained: what verl will train.
         probed: storage that was tried, by place.
     """
 
@@ -98,13 +94,13 @@ class Draft(msgspec.Struct, kw_only=True):
 
     @property
     def runs(self) -> RunConfig:
-        """Returns the configuration with the programs that count: with `--code run` the run's copies, as those outside
-        may be gone."""
+        """Returns the configuration with the programs that will run: with `--code run` the run's copies."""
+        # Those outside may be gone.
         return Moves.of(self.paths).config(self.config) if self.code == "run" else self.config
 
     @property
     def answers(self) -> slurm_answers.SlurmSays:
-        """Returns what Slurm has said, for checks that go by that."""
+        """Returns what Slurm has said."""
         assert self.slurm is not None
         return self.slurm
 
@@ -117,15 +113,14 @@ class Draft(msgspec.Struct, kw_only=True):
 
 
 def source_note(source: Path) -> str:
-    """Returns a warning about a configuration that other users own or may write: it can run anything as its
-    submitter. Empty: no warning.
-    """
+    """Returns a warning about a configuration that other users own or may write; empty: none."""
     info = source.stat()
     # A group whose number equals the owner's is taken for the owner alone.
     writable = bool(info.st_mode & 0o002 or (info.st_mode & 0o020 and info.st_gid != info.st_uid))
     # Root and the owner of this very code can run anything as the submitter anyway.
     if info.st_uid in {0, os.geteuid(), os.stat(__file__).st_uid} and not writable:
         return ""
+    # A configuration can run anything as its submitter.
     by = (
         f"others may write (mode {stat.S_IMODE(info.st_mode):04o})" if writable else f"uid {info.st_uid} owns"
     )
@@ -133,9 +128,8 @@ def source_note(source: Path) -> str:
 
 
 def unexpanded(config: RunConfig) -> list[tuple[str, ConfigError]]:
-    """Returns the keys whose path has a `$` as the user wrote it, each with its error: a variable that no shell
-    expanded would become a directory's name.
-    """
+    """Returns the keys whose path has a `$` as the user wrote it, each with its error."""
+    # A variable that no shell expanded would become a directory's name.
     paths = {
         "run_dir": config.run_dir,
         "model.path": config.model.path,
@@ -196,7 +190,6 @@ def _drill(draft: Draft) -> list[Finding]:
 
 
 def _inputs(draft: Draft) -> list[Finding]:
-    """Checks that model, reward and data exist and are not empty."""
     config, begun = draft.runs, has_begun(draft.paths)
     # First: `model_files.said_of` looks built-ins up by name, and an unknown one has no config.json.
     check_names(config)
@@ -232,7 +225,7 @@ def _program(draft: Draft) -> list[Finding]:
 
 
 def check_resume_from(config: RunConfig) -> list[Finding]:
-    """Checks that the target of `checkpoint.resume_from` exists and has the same algorithm; the lead verifies it.
+    """Checks the target of `checkpoint.resume_from`: its place, and its algorithm.
 
     Raises:
         NotFound: it is not there.
@@ -244,6 +237,7 @@ def check_resume_from(config: RunConfig) -> list[Finding]:
         return []
     named = CHECKPOINT_NAME.fullmatch(wanted)
     # A name means a checkpoint of this run; anything else is a path, of whichever run.
+    # The lead verifies its bytes.
     path = RunPaths(config.run_dir).checkpoints / wanted if named else Path(wanted)
     if not path.is_dir():
         raise NotFound(
@@ -275,11 +269,7 @@ def check_resume_from(config: RunConfig) -> list[Finding]:
 
 
 def check_container(config: RunConfig, cluster: Cluster) -> tuple[RunConfig, list[Finding]]:
-    """Returns the configuration with the image's digest in it, and what was checked. The runtime is looked for on the
-    nodes, where it is started.
-
-    Args:
-        config: paths absolute.
+    """Returns the configuration (paths absolute) with the image's digest in it, and what was checked.
 
     Raises:
         ConfigError: no such image, another one than the recorded, a path that cannot be mounted, or no Slurm for Pyxis.
@@ -294,6 +284,7 @@ def check_container(config: RunConfig, cluster: Cluster) -> tuple[RunConfig, lis
             expected="apptainer or podman",
             remedy="set slurm.container.runtime, or leave out --cluster local",
         )
+    # The runtime is looked for on the nodes, where it is started.
     places = mounts(config)
     config = pin_image(config)
     container = config.slurm.container
@@ -325,11 +316,7 @@ def _keys(draft: Draft) -> list[Finding]:
 
 
 def check_metrics_port(config: RunConfig) -> list[Finding]:
-    """Checks that the port's token exists and is private, and whether others reach the port.
-
-    Raises:
-        KeyRefused, PermissionRefused: `wire.http.read_token`.
-    """
+    """Checks that the port's token exists and is private (`wire.http.read_token`), and whether others reach it."""
     wanted = config.observability
     if wanted.metrics_port is None:
         return []
@@ -343,10 +330,7 @@ def check_metrics_port(config: RunConfig) -> list[Finding]:
 
 
 def check_gpus(config: RunConfig, cluster: Cluster, *, signs: Sequence[Path] = _SIGNS) -> list[Finding]:
-    """Returns what speaks against `distributed.device: cuda`, as far as it is known here.
-
-    Args:
-        signs: files of which one exists if there is an NVIDIA driver.
+    """Returns what speaks against `distributed.device: cuda`; one of the files `signs` tells of an NVIDIA driver.
 
     Raises:
         ConfigError: `--cluster local`, and no driver or a torch without CUDA.
@@ -394,8 +378,8 @@ def _partition(draft: Draft) -> list[Finding]:
 
 
 def _beside(draft: Draft) -> list[Finding]:
-    """Looks for earlier runs that a new one may have been meant to go on with."""
     config, found = draft.config, list[Finding]()
+    # A new run may have been meant to go on with an earlier one.
     if other := draft.places.run_beside(draft.written.run_dir.replace("{name}", config.name)):
         meant = f"{other} exists beside the YAML; {shell_word(f'run_dir={other}')} means it"
         found.append(warn(f"a new run, since run_dir goes by where you are: {meant}"))
@@ -410,7 +394,7 @@ def _beside(draft: Draft) -> list[Finding]:
 
 
 def _run(draft: Draft) -> list[Finding]:
-    """Checks an existing run: what it has trained with decides what may change, and no job of it may live."""
+    """Checks an existing run: what may change, and that no job of it lives."""
     plan, config, paths, found = draft.plan, draft.config, draft.paths, list[Finding]()
     # Here as well as in the lead: the job would end before its journal could say so.
     require_run_id(paths)
@@ -442,11 +426,7 @@ def _run(draft: Draft) -> list[Finding]:
 
 
 def changed_keys(paths: RunPaths, config: RunConfig, *, begun: bool) -> list[str]:
-    """Returns the keys that differ from what the run has trained with.
-
-    Raises:
-        ConfigError: one may not.
-    """
+    """Returns the keys that differ from what the run has trained with. ConfigError: one may not."""
     old = _former(paths, config, begun=begun)
     return refuse_changes(old, config, paths.root, begun=begun, steps_done=steps_done(paths))
 
@@ -552,8 +532,6 @@ def _verdict(draft: Draft) -> list[Finding]:
 
 
 def _has(key: str) -> Callable[[Draft], bool]:
-    """Returns whether a key of the configuration has another value than its default."""
-
     return lambda draft: bool(value_of(draft.config, key) != value_of(RunConfig(), key))
 
 

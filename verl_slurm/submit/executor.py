@@ -1,12 +1,9 @@
 """Submits through submitit. The job is the lead itself: what submitit has pickled for it is never read.
 
-A submission runs in a process of its own (`python -m verl_slurm.submit.executor RUN slurm|local`), for three reasons.
-Its environment must lack the variables of a job that we may be inside of. Its umask must be 077, because submitit's
-files are pickles. And the local executor needs a session of its own. submitit's local controller is a child that must
-outlive the terminal, must not get its Ctrl-C and must not hold our standard output open.
+A submission runs in a process of its own (`python -m verl_slurm.submit.executor RUN slurm|local`): without the
+variables of a job that we may be inside of, with umask 077, and in its own session.
 
-The local controller runs the lead once and waits. Its time limit and its own requeue (exit code 144) are not used:
-the lead starts its next attempt itself.
+The local controller runs the lead once and waits. Its time limit and its own requeue (exit code 144) are not used.
 """
 
 import asyncio
@@ -71,11 +68,7 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 def render_script(plan: SubmissionPlan) -> str:
-    """Returns the batch script that submitit would hand to sbatch, byte for byte. Writes nothing.
-
-    Raises:
-        SlurmMissing: submitit finds no srun.
-    """
+    """Returns the batch script that submitit would hand to sbatch, byte for byte. SlurmMissing: there is no srun."""
     executor = _slurm_executor(plan.config, RunPaths(plan.run_dir), avoids=plan.avoids)
     # Private to submitit, whose public `submit` writes the script and queues it at once.
     text: str = executor._make_submission_file_text(executor._submitit_command_str, "")
@@ -127,13 +120,9 @@ def submit_job(plan: SubmissionPlan, after: str = "") -> QueuedJob:
 
 
 def _ask_child(command: list[str], environment: dict[str, str]) -> _Answer:
-    """Runs the child.
-
-    Args:
-        environment: without the variables of a job that this runs in: they would reach the new one.
-    """
     with subprocess.Popen(
         command,
+        # Without the variables of a job that this runs in: they would reach the new one.
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -252,10 +241,11 @@ def _sbatch(script: Path) -> tuple[str, tuple[str, ...]]:
 
 
 def with_components(script: str, config: RunConfig) -> str:
-    """Returns submitit's batch script with the further components of a heterogeneous job, which submitit has not."""
+    """Returns submitit's batch script with the further components of a heterogeneous job."""
     lines = script.split("\n")
     ours = [number for number, line in enumerate(lines) if line.startswith("#SBATCH ")]
     requeue = next((line for line in lines if line.startswith("#SBATCH --requeue")), "#SBATCH --requeue")
+    # submitit has no such components.
     more = component_lines(config, requeue.removeprefix("#SBATCH "))
     return "\n".join([*lines[: ours[-1] + 1], *more, *lines[ours[-1] + 1 :]])
 
@@ -289,7 +279,7 @@ def _not_called() -> None:
 
 
 def _stay_private_to_this_process() -> None:
-    """Keeps the controller's output off the pipe that the parent reads to its end."""
+    # Off the pipe that the parent reads to its end: the controller outlives this process.
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 2)
     os.close(null)

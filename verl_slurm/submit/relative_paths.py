@@ -2,11 +2,8 @@
 
 One rule holds for every key that names an input. A path written in the YAML is relative to the YAML's directory; a
 path given on the command line is relative to the working directory. `run_dir`, an output, is always relative to the
-working directory: a shipped example must not write into the installed package.
-
-Up to d841de5 every path was relative to the working directory. So a path that exists there, and not beside the YAML,
-is still taken, with a note. One that exists in both places is refused: a run must not start on other data than was
-meant.
+working directory. An input that exists in the working directory and not beside the YAML is still taken, with a note;
+one that exists in both places is refused.
 """
 
 import contextlib
@@ -63,11 +60,7 @@ class Places:
         return there if is_other and os.path.lexists(os.path.join(there, "run.yaml")) else ""
 
     def path(self, key: str, text: str) -> str:
-        """Returns the absolute path of an input.
-
-        Raises:
-            ConfigError: it exists beside the YAML and in the working directory, and the two are not the same.
-        """
+        """Returns the absolute path of an input. ConfigError: there is another one in the working directory."""
         return os.path.abspath(self._base(key, text) / Path(text).expanduser())
 
     def base_of_reward(self, text: str) -> Path:
@@ -144,13 +137,11 @@ _INPUTS = {
 
 
 def absolute(config: RunConfig, places: Places | Path) -> RunConfig:
-    """Returns the config with every path made absolute, and the run's name put into `run_dir`.
+    """Returns the config with every path made absolute, and the run's name put into `run_dir`; a directory as
+    `places`: all paths are relative to it.
 
     `resume_from` may be a path; `auto`, the name of a checkpoint, `builtin:` and `rule:` stay. In a guest's command
     the first word is a path if it ends like one. In verl's words, data files and models that exist are paths.
-
-    Args:
-        places: what relative paths are relative to; a directory: all to this one.
 
     Raises:
         ConfigError: a path that means two files; or no Python environment of this name.
@@ -204,12 +195,11 @@ def _absolute_service(key: str, service: ServiceConfig, places: Places) -> Servi
 
 
 def _absolute_of_verl(config: RunConfig, places: Places) -> dict[str, Any]:
-    """Returns verl's words with existing relative paths of data, models and code made absolute: its workers run in
-    another directory.
-    """
+    """Returns verl's words with existing relative paths of data, models and code made absolute."""
     if config.trainer.backend != "verl":
         return config.verl
     # A copy: the configuration that the user wrote is shown and kept as it is.
+    # verl's workers run in another directory.
     words, keys = dict(config.verl), input_keys(config.trainer.entry)
     # Hydra's `+key` adds what verl's own configuration does not have; it names the same place.
     for name, value in config.verl.items():
@@ -244,10 +234,8 @@ def absolute_reward(text: str, base: Path) -> str:
 
 
 def find_python(text: str, places: Places) -> str:
-    """Returns the directory of `slurm.python`: that of an environment, or the one that conda knows by this name.
-
-    Raises:
-        ConfigError: there is none, or there are several of this name.
+    """Returns the directory of `slurm.python`, an environment's or conda's of this name. ConfigError: none, or
+    several.
     """
     if "/" not in text and not (here := Path(places.path("slurm.python", text))).is_dir():
         found = sorted({place for place in _conda_environments() if Path(place).name == text})

@@ -1,9 +1,4 @@
-"""A submission, in order: check everything, make, queue. A failure leaves nothing half-made.
-
-* `plan_submission` runs the list of checks (`check_list.py`). It makes nothing.
-* `carry_out` makes built-ins, the fingerprint, RUN/ and run.yaml, and queues the job by sbatch. On a failure all of it
-  is undone.
-"""
+"""A submission, in order: check everything, make, queue. A failure leaves nothing half-made."""
 
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -79,13 +74,12 @@ def plan_submission(
         base: what the command line's paths are relative to (`relative_paths`); default: the working directory.
         code: for a run that has begun, and whose code has changed since: go on with the run's copy, or take the new.
         trees: of the user's code, as they were read for other runs of a sweep.
-        dry_run: nothing that the configuration names is run (`rank_environment.why_not_run`).
+        dry_run: nothing that the configuration names is run (`ranks_environment.why_not_run`).
         begin_again: called if the run has lost all of its checkpoints, with what tells it; None: refuse.
 
     Raises:
         VerlSlurmError: what is wrong; where several looks refuse, the first one, with the others in its message.
         CheckpointsLost: the run has had a checkpoint and has none that can be used.
-        ConfigError, DataError, PermissionRefused, SlurmMissing, SlurmRefused, NoRoom: a look refuses.
         Fenced: a job of this run is queued or running.
         NotFound: `source` is a directory, but not a run; or what to resume from is not there.
     """
@@ -124,17 +118,16 @@ def plan_submission(
 def carry_out(
     plan: SubmissionPlan, *, prepare_only: bool = False, confirm_drift: Confirm | None = None, after: str = ""
 ) -> SubmissionResult:
-    """Makes the run directory and queues the job.
+    """Makes the run directory and queues the job. A failure before that undoes all that was made.
 
     Args:
-        plan: from `plan_submission`.
         prepare_only: make everything, queue nothing (for a script of `sbatch/`).
         confirm_drift: `--force-resume`: called if the data has changed; None: refuse.
         after: id of a Slurm job that must have ended for good before this one starts.
 
     Raises:
         DatasetDrift: the data has changed and the user did not confirm.
-        SlurmRefused, SlurmMissing: sbatch. Everything made so far is removed again.
+        SlurmRefused, SlurmMissing: sbatch.
         ConfigError: all steps are done.
         MayBeQueued: what sbatch did is not known. What was made stays.
     """
@@ -188,11 +181,8 @@ def carry_out(
 
 
 def _require_as_planned(plan: SubmissionPlan, paths: RunPaths, *, ask_for_unknown: bool) -> None:
-    """Requires that the run is still as the plan found it, which was made without the lock.
-
-    Raises:
-        Fenced: another submit has made the run, taken it back, or queued a job; or the run has begun.
-    """
+    """Raises Fenced if the run is not as the plan found it any more, or has begun."""
+    # The plan was made without the lock.
     if paths.run_yaml.exists() is plan.new_run:
         raise Fenced("another submit was faster", where=paths.root, remedy="submit again to see its run")
     refuse_living(paths, ask_for_unknown=ask_for_unknown)
@@ -202,7 +192,6 @@ def _require_as_planned(plan: SubmissionPlan, paths: RunPaths, *, ask_for_unknow
 
 
 def _write_run(undo: ExitStack, plan: SubmissionPlan, config: RunConfig) -> None:
-    """Writes directories, run.yaml and marks of the run."""
     paths = RunPaths(plan.run_dir)
     # By the names that are there now: files of an existing run, or of its earlier jobs, survive a refusal.
     undo.callback(undoing.remove_new, paths.logs, undoing.names_in(paths.logs))
@@ -227,7 +216,6 @@ def _write_run(undo: ExitStack, plan: SubmissionPlan, config: RunConfig) -> None
 def _write_fingerprint(
     undo: ExitStack, plan: SubmissionPlan, survey: prints.Survey | None, drift: prints.Drift | None
 ) -> list[str]:
-    """Records what the data was found to be; returns notes for the user."""
     paths = RunPaths(plan.run_dir)
     if survey is None:
         return []
@@ -241,11 +229,7 @@ def _write_fingerprint(
 
 
 def check_drift(plan: SubmissionPlan, confirm_drift: Confirm | None = None) -> None:
-    """Checks that the data is that of the run's first start, as `carry_out` does. Makes nothing.
-
-    Raises:
-        DatasetDrift: the data has changed and the user did not confirm.
-    """
+    """Raises DatasetDrift if the data is not that of the run's first start, as `carry_out` does. Makes nothing."""
     if plan.begun:
         _confirmed_drift(plan, data_of(plan.config), confirm_drift)
 
@@ -253,7 +237,7 @@ def check_drift(plan: SubmissionPlan, confirm_drift: Confirm | None = None) -> N
 def _confirmed_drift(
     plan: SubmissionPlan, place: prints.DataPlace | None, confirm_drift: Confirm | None
 ) -> tuple[prints.Survey | None, prints.Drift | None]:
-    """Returns the changes in the data of a run that has begun; a run that has not may start on other data."""
+    """Returns what the data is now, and its changes in a run that has begun."""
     if place is None:
         return None, None
     paths = RunPaths(plan.run_dir)
@@ -282,12 +266,7 @@ def _confirmed_drift(
 
 
 def _run_yaml_of(directory: Path) -> Path:
-    """Returns the run.yaml of a run that lies where it was made.
-
-    Raises:
-        NotFound: no run.
-        ConfigError: a copy: if submitted, it would continue the original.
-    """
+    """Returns the run.yaml of a run that lies where it was made. NotFound: no run. ConfigError: a copy."""
     source = directory / "run.yaml"
     if not source.is_file():
         raise NotFound(
@@ -306,15 +285,12 @@ def _accepted(drift: prints.Drift) -> ev.ForceResume:
 
 
 def plan_verl_run(target: Path, overrides: Sequence[str] = (), *, dry_run: bool = False) -> SubmissionPlan:
-    """Plans the run of verl that `target` is or describes, to take over checkpoints; makes nothing.
+    """Plans the run of verl that `target`, a run or a YAML file, is, to take over checkpoints; makes nothing.
 
-    Args:
-        target: a run's directory, or a YAML file.
-        overrides: `key=value` words, for a run that does not exist yet.
-        dry_run: as of `plan_submission`.
+    `overrides` are for a run that does not exist yet.
 
     Raises:
-        ConfigError: its loop is not verl's; or overrides for an existing run, which `submit` is for.
+        ConfigError: its loop is not verl's; or overrides for an existing run.
         NotFound, DataError, PermissionRefused, NoRoom, Fenced: `plan_submission`.
     """
     # As for a run that is only prepared: Slurm's verdict is asked for at submission.
@@ -336,16 +312,12 @@ def plan_verl_run(target: Path, overrides: Sequence[str] = (), *, dry_run: bool 
 @contextmanager
 def hold_run(plan: SubmissionPlan) -> Iterator[tuple[RunPaths, RunConfig]]:
     """Yields the run, made if it does not exist. While this holds, no job of it is alive and no other submit is at
-    work.
-
-    A run that was made stays if the work with it fails: it is then a prepared run.
-
-    Raises:
-        Fenced: it has a job, or another process holds it.
+    work. Fenced: it has a job, or another process holds it.
     """
     paths = RunPaths(plan.run_dir)
     if plan.new_run:
         # Outside the lock below, which it takes for itself: by another descriptor flock refuses its own process, too.
+        # It stays if the work with it fails: it is then a prepared run.
         carry_out(plan, prepare_only=True)
     require_run(paths)
     with undoing.only_submitter(paths):

@@ -1,8 +1,4 @@
-"""The decisions about a submission before anything is made, and words for them; the runs of a sweep. Pure.
-
-`train.actor_lr=1e-6,3e-6 seed=0,1` are four runs below the directory that the configuration names:
-`actor_lr1e-6-seed0`, `actor_lr1e-6-seed1`, and so on.
-"""
+"""The decisions about a submission before anything is made, and words for them; the runs of a sweep. Pure."""
 
 import itertools
 import re
@@ -54,7 +50,7 @@ class SubmissionPlan(msgspec.Struct, kw_only=True):
     """The decisions about one submission before anything is made. `submission.plan_submission` fills it."""
 
     config: RunConfig
-    """Paths absolute; builtin: names already replaced, except in a dry run."""
+    """Paths absolute. `builtin:` stays, except what an existing run has built before."""
     cluster: Cluster
     new_run: bool
     begun: bool = False
@@ -101,9 +97,7 @@ class SubmissionPlan(msgspec.Struct, kw_only=True):
 def trains_line(config: RunConfig, given: Collection[str], cluster: Cluster, of_verl: str = "") -> str:
     """Returns what will be trained, in numbers. `(default)` follows each value that was left out.
 
-    Args:
-        given: dotted keys of the file and of the command line.
-        of_verl: what verl will train.
+    `given`: dotted keys of the file and of the command line; `of_verl`: what verl will train.
     """
     train, shape = config.train, config.distributed
 
@@ -135,8 +129,7 @@ def trains_line(config: RunConfig, given: Collection[str], cluster: Cluster, of_
 def why_done(config: RunConfig, committed: Sequence[CheckpointInfo]) -> str:
     """Returns why another job of a run that has ended well would end at once; empty if it would not.
 
-    Args:
-        committed: its checkpoints, newest first.
+    `committed`: its checkpoints, newest first.
     """
     steps = config.train.steps
     # Loops that are not ours know their end themselves. Without the last checkpoint its steps are to be done again.
@@ -169,6 +162,8 @@ class SweptRun(NamedTuple):
 def swept_runs(words: Sequence[str]) -> list[SweptRun]:
     """Returns all combinations, the last key's values changing first.
 
+    `train.actor_lr=1e-6,3e-6 seed=0,1` are the runs `actor_lr1e-6-seed0`, `actor_lr1e-6-seed1`, and so on.
+
     Args:
         words: `KEY=VALUE`, or `KEY=VALUE,VALUE,...`. A comma in brackets or quotes separates nothing.
 
@@ -184,7 +179,7 @@ def swept_runs(words: Sequence[str]) -> list[SweptRun]:
     swept = [number for number, values in enumerate(choices) if len(values) > 1]
     _require_good(words, choices, swept)
     short = {keys[number]: keys[number].rpartition(".")[2] for number in swept}
-    # `train.lr` and `critic.lr` would both be `lr`.
+    # `rollout.micro_batch_size_per_device` and that of `train` would have one name.
     if len(set(short.values())) < len(short):
         short = {key: key for key in short}
     found = []

@@ -1,6 +1,4 @@
-"""What a submission makes on the disk, each with its way back: callbacks of an `ExitStack`, run if it fails. And the
-lock under which it does.
-"""
+"""What a submission makes on the disk, each with its way back: callbacks of an `ExitStack`, run if it fails."""
 
 import fcntl
 import os
@@ -64,11 +62,12 @@ def replace_content(undo: ExitStack, path: Path, data: bytes) -> None:
 
 @contextmanager
 def only_submitter(paths: RunPaths) -> Iterator[None]:
-    """Holds a lock: two `submit`s of one run at once would queue two jobs."""
+    """Holds the lock of a submission; Fenced: another one has it."""
     # The directory itself is locked: no lock file remains, and the kernel lets go when the process dies.
     fd = os.open(paths.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
+            # Two `submit`s of one run at once would queue two jobs.
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Fenced(

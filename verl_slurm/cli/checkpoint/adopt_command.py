@@ -126,7 +126,7 @@ def adopt(
 
 
 def _point_tracker(directory: Path, step: int) -> str:
-    """Points verl's tracker to a step; returns why it could not; empty: it does."""
+    """Returns why the tracker could not be pointed to a step; empty: it was."""
     try:
         write_tracker(directory, step)
     except OSError as error:  # an archive, or another user's: a run can take it over all the same

@@ -107,7 +107,6 @@ def export(
 
 
 def _roles(to: Layout, asked: Role | None, there: set[str], where: Path) -> tuple[Role, ...]:
-    """Returns the models to export: the requested one; else the actor (hf), or all that the checkpoint holds."""
     both: tuple[Role, ...] = ("actor", "critic")
     # A Hugging Face directory holds one model, so there it is the actor unless another one is asked for.
     wanted = (asked,) if asked else both[:1] if to == "hf" else tuple(role for role in both if role in there)
@@ -135,9 +134,7 @@ def _show(bar: render.Bar, progress: ExportProgress) -> None:
 
 
 def _base_model(directory: Path, path: object) -> Path:
-    """Returns the directory of config and tokenizer: the one that config.yaml names. A missing built-in model is
-    built.
-    """
+    """Returns the directory of config and tokenizer that config.yaml names."""
     # config.yaml is as it was saved, by whichever version: its values have no types here.
     if not isinstance(path, str) or not path:
         raise DataError(
@@ -149,6 +146,7 @@ def _base_model(directory: Path, path: object) -> Path:
     # The model alone is needed: with a plain data root, no data is built.
     config = RunConfig(model=ModelConfig(path=path), data=DataConfig(root="."))
     check_names(config)
+    # A missing built-in model is built.
     found = Path(build_builtins(config).model.path)
     if not found.is_dir():
         raise DataError(

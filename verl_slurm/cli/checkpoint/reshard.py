@@ -81,7 +81,6 @@ def reshard(
 
 
 def _named(place: Path, run: RunPaths | None) -> Path:
-    """Returns the checkpoint, or the step of plain verl, that a word names."""
     if run is not None or step_of(place.name) is None or not place.is_dir():
         return one_checkpoint(place, run)
     step = place.resolve()

@@ -125,7 +125,6 @@ def _read_back(
     bytes_per_s: float | None,
     with_data: bool,
 ) -> tuple[_Read, list[str]]:
-    """Reads the checkpoints, with their bytes in `sizes`; of a `run` its frozen models and its data, too."""
     read: _Read = {"checkpoints": []}
     done, drifted = 0, []
     # All of them, whatever the first ones say: the answer is a list of what is wrong.
@@ -263,11 +262,7 @@ def _checkpoints_of(place: Path) -> dict[Path, int]:
 
 
 def one_checkpoint(place: Path, run: RunPaths | None = None) -> Path:
-    """Returns the checkpoint that a word names: a directory, a run (its newest), or with `run` a name in that run.
-
-    Raises:
-        NotFound: there is no such checkpoint.
-    """
+    """Returns the checkpoint that a word names: a directory, a run (its newest), or with `run` a name in it."""
     # With --run a word is a name and never a path: a directory of that name may lie beside the caller.
     if run is not None:
         if not CHECKPOINT_NAME.fullmatch(str(place)):
@@ -426,9 +421,9 @@ def _reward(facts: object) -> str:
 
 
 def _consumed(responses: object, per_prompt: object) -> str:
-    """Explains the offset: it counts responses, and a prompt has `rollout.samples_per_prompt` of them."""
     if not (isinstance(responses, int) and isinstance(per_prompt, int) and per_prompt > 1):
         return f"{responses} consumed"
+    # The offset counts responses, of which a prompt has several.
     return f"{responses // per_prompt} consumed, {per_prompt} responses to each"
 
 

@@ -22,8 +22,8 @@ from verl_slurm.config.load import load_resolved
 from verl_slurm.runs.run_record import last_job
 from verl_slurm.runtime_state.samples import StepSamples, best_and_worst, read_samples
 
+# Maximum bytes of a line that are read at once.
 _LINE = 1 << 20
-"""Maximum bytes of a line that are read at once."""
 # Lines of other programs than the run's. In a healthy requeue srun and slurmstepd say "error", too.
 _MARKS = re.compile(rb"^(?:slurmstepd|srun|slurmd|scontrol|sbatch): |^submitit [A-Z]+ ")
 
@@ -107,12 +107,13 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _last_lines(file: BinaryIO, number: int) -> int:
-    """Returns the offset of the last lines. Keeps offsets and not lines, because each line may have a MiB."""
+    """Returns the offset of the last lines."""
     start = max(0, os.fstat(file.fileno()).st_size - (number + 1) * _LINE)  # enough for that many lines
     if start:
         file.seek(start)
         # The seek landed within a line, of which the rest is passed over.
         start += len(file.readline(_LINE))
+    # Offsets and not lines, because each line may have a MiB.
     starts = deque([start], maxlen=number + 1)
     for raw in iter(partial(file.readline, _LINE), b""):
         starts.append(starts[-1] + len(raw))
@@ -254,8 +255,8 @@ def samples(
 
 
 def _text(name: str, text: str) -> None:
-    """Prints the text line by line under its name; `render` makes each harmless."""
     # By the line feed alone: `splitlines` would also cut at characters that the text may hold.
+    # `render` makes each line harmless.
     lines = text.split("\n")
     for number, part in enumerate(lines[:_MOST_LINES]):
         render.line(f"  {name if number == 0 else '':<9} {part}")

@@ -27,11 +27,11 @@ from verl_slurm.plan.plan_inputs import LABELS, Inputs, KnownValue, complete
 from verl_slurm.slurm.slurm_client import SlurmClient
 from verl_slurm.submit.relative_paths import Places, absolute
 
+# Inputs of the table. The others: --json.
 _SHOWN = (
     *("steps", "nodes", "step_s", "state_bytes", "save_s", "durable_s", "emergency_s", "warning_s", "lead_s"),
     *("queue_s", "start_s", "in_place_s", "notices_per_day", "crashes_per_day", "losses_per_node_day"),
 )
-"""Inputs of the table. The others: --json."""
 _COLUMNS = (
     "way to run",
     "goodput",

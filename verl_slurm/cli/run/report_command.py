@@ -73,9 +73,9 @@ def report(
 
 
 def _require_page(out: Path) -> None:
-    """Refuses to replace what is no page: a device, or a file of a run."""
     try:
         with open(open_regular(out), "rb") as there:
+            # A device or a file of a run is not replaced.
             is_page = there.read(len(_BEGINNING)).lower() == _BEGINNING
     except FileNotFoundError:
         return

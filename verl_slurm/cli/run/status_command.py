@@ -33,8 +33,8 @@ from verl_slurm.runs.liveness import JobState, job_state, unknown_jobs
 from verl_slurm.runs.run_record import has_ledger
 from verl_slurm.wire.reward_plan import read_reward_plan, read_reward_request
 
+# Characters of a bar or a curve.
 _MOST_DRAWN = 30
-"""Characters of a bar or a curve."""
 
 
 @command("NOT_FOUND")
@@ -130,12 +130,13 @@ def _job_words(facts: dict[str, Any], run: RunPaths) -> str | None:
 
 
 def _snapshot_lines(facts: dict[str, Any], now: datetime) -> Iterator[tuple[str, object]]:
-    """Yields what the lead last wrote, and what follows of it. A bar or a curve is for a terminal."""
+    """Yields what the lead last wrote, and what follows of it."""
     snapshot, pace, curve, nodes = facts["status"], facts["pace"], facts["curve"], facts["nodes"]
     yield "state", _state_words(facts)
     if problem := snapshot.get("save_problem"):
         yield "saves", f"FAIL, so all since the checkpoint below would be done again: {problem}"
     yield "training", story.progress(snapshot | {"step": facts["step"]})
+    # For terminals: a bar or a curve tells nothing that the words beside it do not.
     drawn = min(_MOST_DRAWN, render.width() // 3) if render.draws() else 0
     before = f"{render.bar(pace.share, drawn)} " if pace.share is not None and drawn else ""
     yield "steps", before + run_tables.steps_words(pace)
@@ -215,8 +216,9 @@ _NO_JOB = JobState(state="", over=False)
 
 
 def _over_words(run: RunPaths, ended: str | None, answer: JobState) -> str:
-    """Describes the end of a job that the journal does not have: it was killed, or failed before its daemon ran."""
+    """Describes the end of a job that the journal does not have."""
     # The journal's own word is that of the attempt before.
+    # It was killed, or failed before its daemon ran.
     before = "its requeue was asked for, and" if ended else "without a word of its daemon:"
     return (
         f"{before} the job is over ({answer.state}); see verl-slurm logs {shell_word(run.root)}; "
@@ -225,7 +227,6 @@ def _over_words(run: RunPaths, ended: str | None, answer: JobState) -> str:
 
 
 def _unknown_job(run: RunPaths, history: History, seen: Glance) -> str:
-    """Describes a job of the run that Slurm has and its journal does not name; empty: there is none."""
     try:
         unknown = unknown_jobs(run, history) if shutil.which("squeue") else []
     except VerlSlurmError as error:
@@ -255,9 +256,7 @@ def _warned(events: list[Event], *topics: str) -> list[Warned]:
 
 
 def _losses(run: RunPaths, facts: dict[str, Any], events: list[Event], history: History) -> list[str]:
-    """Returns what the starts since the last submission found lost, and what the next one will; notes the latter in
-    the interruption that is not over.
-    """
+    """Returns what starts since the last submission found lost, and what the next one will."""
     lines = [event.text for event in _warned(since(events, Submitted), "checkpoint", "rollouts")]
     last = next((one for one in history.outages[-1:] if one.seconds is None and one.resumed is None), None)
     ended = facts["job_over"] or facts["job_waits"] or facts["outcome"] is not None
@@ -272,14 +271,15 @@ def _losses(run: RunPaths, facts: dict[str, Any], events: list[Event], history: 
         if lost := lost_rollouts(run, load_resolved(run.run_yaml), history, name):
             lines.append(lost)
             if last is not None:
+                # Noted in the interruption that is not over.
                 last.rollouts_lost = lost
     return lines
 
 
 def _reward_in_force(run: RunPaths, now: int) -> dict[str, Any] | None:
-    """Returns the reward that scores the running step, since when, and the open part of a replacement. None: a
-    guest's loop, whose reward is its own. Not for `list`: to read a thousand configurations takes many seconds."""
+    """Returns the reward of the running step, since when, and an open replacement. None: a guest's loop."""
     try:
+        # Not for `list`: to read a thousand configurations takes many seconds.
         config = load_resolved(run.run_yaml)
         if config.trainer.is_guest:
             return None
@@ -336,8 +336,8 @@ def _checkpoint_words(run: RunPaths, facts: dict[str, Any], history: History) ->
     return words
 
 
+# Columns that are dropped if the terminal is narrow, in this order.
 FIRST_TO_GO = ("job", "updated", "reward", "checkpoint", "cost", "interrupted", "of")
-"""Columns that are dropped if the terminal is narrow, in this order."""
 STATE_COLOURS = {
     **dict.fromkeys(("done", "running", "RUNNING"), "green"),
     **dict.fromkeys(("queued", "PENDING", "suspended", "held"), "yellow"),
@@ -482,8 +482,8 @@ def _listed_facts(run: Glance, state: str, seen: Seen | None) -> dict[str, Any]:
     }
 
 
+# Columns that are dropped if the terminal is narrow, in this order.
 CHECKPOINTS_TO_GO = ("files", "ranks", "attempt", "phase", "created", "MB", "detail")
-"""Columns that are dropped if the terminal is narrow, in this order."""
 
 
 def _print_checkpoints(run: RunPaths, as_json: bool) -> None:

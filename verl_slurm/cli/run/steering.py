@@ -107,5 +107,5 @@ def update_reward(place: Path, new: str, warm_start_steps: int, as_json: bool) -
 
 
 def _run_of(place: Path) -> Path:
-    """Returns the run's directory for a checkpoint in RUN/checkpoints; any other place as it is."""
+    # For a checkpoint in RUN/checkpoints; any other place as it is.
     return place.parents[1] if CHECKPOINT_NAME.fullmatch(place.name) and len(place.parents) > 1 else place

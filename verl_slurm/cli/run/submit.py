@@ -37,8 +37,6 @@ _VERL = "verl_slurm.verl_words"
 
 
 class _WithVerlWords(click.Command):
-    """Keeps the words after `--` apart, instead of taking them for more of the same arguments."""
-
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         # click drops `--` itself, and nothing would tell verl's words from ours.
         at = args.index("--") if "--" in args else len(args)
@@ -308,11 +306,7 @@ def submit_sweep(
     dry_run: bool,
     as_json: bool,
 ) -> int:
-    """Checks all runs, then queues them one after the other; each waits for the end of the one `at_once` before it.
-
-    Raises:
-        VerlSlurmError: of one run. Those before it are queued, and named.
-    """
+    """Checks all runs, then queues them one after the other; each waits for the end of the one `at_once` before it."""
     from verl_slurm.submit.submission import carry_out
 
     runs = swept_runs(words)
@@ -330,6 +324,7 @@ def submit_sweep(
         try:
             done = carry_out(plan, after=after)
         except VerlSlurmError:
+            # Those before the refused one are queued.
             queued = f"{len(jobs)} of {counted(len(plans), 'run')} queued"
             render.warning(f"{queued}: jobs {', '.join(jobs)}" if jobs else queued)
             raise

@@ -55,7 +55,7 @@ def tell_until_end(paths: RunPaths, offset: int, *, as_json: bool, verbose: bool
 
 
 class _Gauge:
-    """Says in one line how far a followed run is. Reads its steps when another one is done, not at each look."""
+    """Says in one line how far a followed run is."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
@@ -66,6 +66,7 @@ class _Gauge:
     def line(self, status: dict[str, Any]) -> str:
         step = int(status.get("step", 0))
         if step != self._step:
+            # When another step is done, and not at each look.
             self._step, self._rows = step, last_steps(self._paths, LOOKED_AT)
         return live_line(
             story.progress(status),
@@ -114,17 +115,12 @@ def _holds_runs(place: Path) -> bool:
         return False
 
 
+# Characters of a run's name in front of its events, at most.
 _LONGEST = 24
-"""Characters of a run's name in front of its events, at most."""
 
 
 def _watch_fleet(places: Sequence[Path], *, as_json: bool) -> int:
-    """Prints the events of the runs in and below `places` until none lives; returns 0, or the highest exit code of a
-    run.
-
-    Raises:
-        NotFound: there are no runs.
-    """
+    """Prints the events of the runs in and below `places` until none lives; returns 0, or their highest exit code."""
     bottom = render.BottomLine()
     tellers: dict[Path, story.Story] = {}
     turns = 0

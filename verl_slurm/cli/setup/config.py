@@ -9,8 +9,8 @@ from verl_slurm.cli.command_options import KEY, command, flag
 from verl_slurm.cli.show import render
 from verl_slurm.config.explain import Explained, Key, all_keys, explain, explain_fully
 
+# A word before the keys; no key or section has that name (a test holds it).
 _EXPLAIN = "explain"
-"""A word before the keys; no key or section has that name (a test holds it)."""
 
 
 @command("CONFIG")

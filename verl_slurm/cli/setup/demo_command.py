@@ -21,9 +21,7 @@ _SHAPE = ("distributed.", "slurm.gpus_per_node=")
 
 
 def _on_a_gpu() -> list[str]:
-    """Returns the overrides for one rank on one GPU if this machine has one and torch was built for it; otherwise
-    none, which means two ranks on CPUs.
-    """
+    """Returns the overrides for one rank on one GPU; none where that cannot be, which means two ranks on CPUs."""
     from importlib.metadata import version
 
     if not real_gpus() or version("torch").endswith("+cpu"):

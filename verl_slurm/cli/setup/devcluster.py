@@ -24,13 +24,11 @@ from verl_slurm.wire.environment import DEVCLUSTER_VARIABLE
 
 
 class _Group(click.Group):
-    """Lists its commands in the order of use, not of the alphabet."""
-
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the whole first sentence of each: click cuts it off at 45 characters."""
+        # The whole first sentence of each: click cuts it off at 45 characters.
         with formatter.section("Commands"):
             formatter.write_dl(
                 [(name, each.get_short_help_str(limit=1000)) for name, each in self.commands.items()]
@@ -45,7 +43,7 @@ class _Gpus(ParamType[int | str]):
 
 
 def _chosen(ctx: click.Context, param: click.Parameter, value: Path | None) -> DevCluster:
-    """Takes the cluster that Slurm's own commands mean in this shell, if it is an embedded one that was started."""
+    # The cluster that Slurm's own commands mean in this shell.
     conf = Path(os.environ.get("SLURM_CONF", ""))
     # A start makes a cluster, wherever the shell's last one was.
     if value is None and ctx.info_name != "start" and conf.name == "slurm.conf":
@@ -65,16 +63,16 @@ _DIR = option(
 )
 
 
+# Fields that are neither numbers nor switches.
 _KINDS: dict[str, Any] = {
     "preempt_mode": click.Choice(get_args(get_type_hints(ClusterOptions)["preempt_mode"])),
     "gpus": _Gpus(),
     "plugstack": click.Path(exists=True, dir_okay=False, resolve_path=True),
 }
-"""Fields that are neither numbers nor switches."""
 
 
 def _options_of_a_cluster(command: F) -> F:
-    """Adds an option for each field of `ClusterOptions`, which has the defaults, the ranges and the help."""
+    """Adds an option for each field of `ClusterOptions`."""
     told = meanings(ClusterOptions)
     for field in reversed(msgspec.structs.fields(ClusterOptions)):
         name = re.sub("^send_|_per_node$|_s$", "", field.name).replace("_", "-")

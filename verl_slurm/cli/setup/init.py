@@ -1,7 +1,6 @@
 """`verl-slurm init`: asks up to six questions, reads the cluster, and writes a first configuration.
 
-Without a terminal nothing is asked, and with an option that answers a question neither. Each answer is judged at once
-by the check that `submit` will make.
+Each answer is judged at once by the check that `submit` will make.
 """
 
 import asyncio
@@ -63,8 +62,8 @@ MAX_NEW_TOKENS = 256
 MOST_NODES, MOST_RANKS = 10_000, 1024
 """The latter on one node."""
 _COMMENT_AT = 32
+# Prompts of a step of verl's, about.
 _BATCH = 64
-"""Prompts of a step of verl's, about."""
 
 
 class ClusterPlace(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,8 +174,8 @@ _USUAL_LEAD_S = 120
 _LEAST_LEAD_S = 10
 _RANKS_ON_CPUS = 2
 _CPUS = 8
+# Partitions that are shown, and asked about one by one.
 _MOST = 12
-"""Partitions that are shown, and asked about one by one."""
 _TOPICS = ("requeue", "preemption", "time limit")
 
 
@@ -203,11 +202,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_offers(wanted: str | None, warn: Callable[[str], None]) -> list[Offer]:
-    """Returns the partitions that take jobs, or the one that is wanted, the default one first; none without Slurm.
-
-    Raises:
-        NotFound: no such partition, or it takes no jobs.
-    """
+    """Returns the partitions that take jobs, or the wanted one (NotFound), the default first; none without Slurm."""
     try:
         return asyncio.run(_ask(wanted))
     except SlurmMissing as error:
@@ -242,7 +237,7 @@ def usual_ranks(given: Sequence[Offer], partition: str | None) -> int:
 
 
 def parse_place(text: str, given: Sequence[Offer]) -> ClusterPlace:
-    """Returns the place that `2x8 gpu` describes: nodes, ranks on each, and a partition. Without `given`, this machine.
+    """Returns the place that `2x8 gpu` describes: nodes, ranks on each, a partition. Without `given`, here.
 
     Raises:
         ConfigError: another form, or more ranks than a node has GPUs.
@@ -300,8 +295,9 @@ def _cpus_of(offer: Offer) -> int:
 
 _KINDS = ("ppo", "grpo", "loop", "verl")
 _REWARD = "python:reward.py:score"
+# An answer: there is none.
 _NONE = "-"
-"""An answer: there is none."""
+# The loops that an option has a meaning for.
 _GO_WITH = {
     "model": ("ppo", "grpo", "verl"),
     "data": ("ppo", "grpo", "verl"),
@@ -309,10 +305,9 @@ _GO_WITH = {
     "reward": ("ppo", "grpo"),
     "program": ("loop",),
 }
-"""The loops that an option has a meaning for."""
 _KEYS_OF_VERL: dict[InputKind, str] = {"data": "data.train_files", "model": "actor_rollout_ref.model.path"}
+# As `RLHFDataset` of verl 0.9.1 tells files apart.
 _SUFFIXES_OF_VERL = (".parquet", ".json", ".jsonl")
-"""As `RLHFDataset` of verl 0.9.1 tells files apart."""
 
 
 @click.command(
@@ -441,13 +436,7 @@ def _submit(file: Path, answers: Answers) -> str:
 
 
 class _Asker:
-    """Collects the answers: each from an option, from the user, or by default, and judged.
-
-    Args:
-        file: that is to be written.
-        given: the options by name; None: not given.
-        ask: there is a user to ask.
-    """
+    """Collects the answers: each from an option (`given`), from the user if there is one to `ask`, or by default."""
 
     def __init__(self, file: Path, given: dict[str, Any], *, ask: bool) -> None:
         self.file, self.given, self._ask = file, given, ask
@@ -456,12 +445,9 @@ class _Asker:
     def answer(
         self, option: str, question: str, default: str | None, judge: Callable[["_Asker", str], Answers]
     ) -> None:
-        """Puts one more answer into `answers`; none without an option, a user and a default that fits.
-
-        Raises:
-            VerlSlurmError: the option's answer is refused. A user is told so, and asked again.
-        """
+        """Puts one more answer into `answers`; none without an option, a user and a default that fits."""
         if self.given.get(option) is not None:
+            # A refused option ends the command; a user is told, and asked again.
             self.answers = self._judged(judge, str(self.given[option]))
             return
         usual = self.answers
@@ -536,7 +522,6 @@ def _ask_all(asker: _Asker) -> Answers:
 
 
 def _ask_where(asker: _Asker, number: int) -> None:
-    """Asks for nodes, GPUs and partition in one question, since one bounds the others."""
     given = asker.given
     offers = find_offers(given["partition"], render.warning)
     for offer in offers:
@@ -549,6 +534,7 @@ def _ask_where(asker: _Asker, number: int) -> None:
         notes = partition_notes(place, offers, _config(asker.with_answer(place=place)))
         return asker.with_answer(place=msgspec.structs.replace(place, notes=notes))
 
+    # One question for all three, since one bounds the others.
     default = f"{given['nodes'] or 1}x{ranks} {named}".strip()
     if given["nodes"] or given["ranks"] or given["partition"]:
         given["place"] = default

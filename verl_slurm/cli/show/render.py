@@ -1,7 +1,6 @@
 """Prints plain lines, one JSON value, a table, or a bar. ruff (T20) refuses `print` in all other modules.
 
-Text from outside (names, log lines, Slurm's words) is made harmless first: no escape sequence of a log can recolour
-or rewrite the terminal.
+Text from outside (names, log lines, Slurm's words) is made harmless first.
 """
 
 import os
@@ -25,11 +24,12 @@ GAP = 2
 """Blanks between the columns of a table."""
 _BLOCKS = " ▏▎▍▌▋▊▉█"
 _ERASE = "\r\x1b[K"
+# Seconds between two drawings of a bar.
 _BETWEEN_S = 0.1
-"""Seconds between two drawings of a bar."""
 
 
 def safe(text: object) -> str:
+    # No escape sequence of a log can recolour or rewrite the terminal.
     return printable(str(text))
 
 
@@ -54,7 +54,7 @@ _MARKS = {
 
 
 def finding(verdict: str, text: object, remedy: str = "") -> None:
-    """Prints what was found, behind a word that is coloured on a terminal (unless NO_COLOR is set), and the remedy."""
+    """Prints what was found behind a coloured word, and the remedy."""
     mark, colour = _MARKS[verdict]
     mark = f"{mark:<5}"
     print(click.style(mark, fg=colour, bold=True) if _paints() else mark, safe(text), flush=True)
@@ -101,9 +101,7 @@ def error(problem: VerlSlurmError, *, as_json: bool) -> None:
 
 
 def fields(rows: Iterable[tuple[str, object]], colours: Mapping[str, str] | None = None) -> None:
-    """Prints aligned `name  value` lines; one without a value (None, an empty text) is left out. On a terminal, a value
-    that begins with one of `colours`' words is coloured, and a long one goes on below itself.
-    """
+    """Prints aligned `name  value` lines, without empty values; `colours` by the first word, on a terminal."""
     # Made harmless before widths are taken: an escaped character is longer than what it stands for.
     shown = [(name, safe(value)) for name, value in rows if value not in (None, "")]
     names = max((len(name) for name, _ in shown), default=0) + GAP
@@ -126,7 +124,7 @@ def width() -> int:
 
 
 def draws() -> bool:
-    """Returns whether bars and curves are wanted: standard output is a terminal that has their characters."""
+    """Returns whether standard output is a terminal that has the characters of bars and curves."""
     return sys.stdout.isatty() and (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
 
 
@@ -139,15 +137,14 @@ def table(
     cut: str = "",
     colours: Mapping[str, str] | None = None,
 ) -> None:
-    """Prints a table with a header; columns of numbers to the right. Not by rich, which takes half a second for a
-    thousand rows. On a terminal a last column without room goes on below itself.
+    """Prints a table with a header; columns of numbers to the right.
 
     Args:
         headings: all different; or the columns, by heading, instead of rows.
-        right: columns of text that are aligned to the right, too.
         first_to_go, cut: as of `fitting`. A line below the table names the columns that are left out.
-        colours: colours on a terminal of cells that are, or begin with, one of these words.
+        colours: colours on a terminal of cells that begin with one of these words.
     """
+    # Not by rich, which takes half a second for a thousand rows.
     if isinstance(headings, Mapping):
         columns = headings
     else:
@@ -191,12 +188,9 @@ def table(
 def fitting(
     columns: Mapping[str, list[str]], first_to_go: Sequence[str], width: int, *, cut: str = ""
 ) -> dict[str, list[str]]:
-    """Returns as many of the columns as have room. Pure.
+    """Returns as many of the columns as have room (`width`). Pure.
 
-    Args:
-        first_to_go: headings that are dropped, in this order.
-        width: characters of a line.
-        cut: a column whose cells lose their beginnings if that was not enough.
+    `first_to_go`: headings that are dropped, in this order; `cut`: a column whose cells then lose their beginnings.
     """
     columns = dict(columns)
 
@@ -271,11 +265,7 @@ class BottomLine:
 
 
 class Bar:
-    """A bar for long work, on standard error if that is a terminal; removed when the work is done.
-
-    Args:
-        tells: also elsewhere, a line for each kind of work: for what takes minutes, and may be watched through a pipe.
-    """
+    """A bar for long work, on standard error if that is a terminal. `tells`: elsewhere a line for each kind of work."""
 
     def __init__(self, *, enabled: bool = True, tells: bool = False) -> None:
         # On standard error: standard output may be a pipe while somebody watches.

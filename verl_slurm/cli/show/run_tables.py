@@ -1,8 +1,4 @@
-"""Formats how far a run is: its steps, its interruptions, a bar, a curve, its nodes. Values in, words and cells out.
-
-A bar or a curve tells nothing that the words beside it do not. So they are for terminals, and a screen reader or a log
-misses nothing.
-"""
+"""Formats how far a run is: its steps, its interruptions, a bar, a curve, its nodes. Values in, words and cells out."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -16,16 +12,14 @@ from verl_slurm.cli.show.render import bar, span
 from verl_slurm.journal.history import Outage
 from verl_slurm.journal.pace import Pace, number
 
+# Of an outage, in seconds.
 _PARTS = ("save", "queue", "start", "again")
-"""Of an outage, in seconds."""
+# Columns that are dropped if the terminal is narrow, in this order.
 INTERRUPTIONS_TO_GO = ("resumed from", "again", "save", "start", "tokens lost")
-"""Columns that are dropped if the terminal is narrow, in this order."""
 
 
 def interruption_words(facts: Mapping[str, Any]) -> str:
-    """Formats `3 times (2x preemption, 1x crash): 4 min 12 s in all, 3 min 2 s of it in the queue; no token was
-    lost`.
-    """
+    """Formats `3 times (2x preemption, 1x crash): 4 min 12 s in all, 3 min 2 s of it in the queue; ...`."""
     if not facts["count"]:
         return "never"
     counts = Counter(row["cause"] for row in facts["each"])
@@ -88,6 +82,7 @@ def _clock(time: str) -> str:
 
 
 _Form = Callable[[float], str]
+# Name in the row, heading, and format.
 _STEP_COLUMNS: tuple[tuple[str, str, _Form], ...] = (
     ("step", "step", "{:.0f}".format),
     ("reward", "reward", "{:.3f}".format),
@@ -106,13 +101,12 @@ _STEP_COLUMNS: tuple[tuple[str, str, _Form], ...] = (
     ("step_s", "s", "{:.1f}".format),
     ("communication_share", "comm.", "{:.0%}".format),
 )
-"""Name in the row, heading, and format."""
 
 TELLING: tuple[tuple[str, str], ...] = (
     *(("critic/score/mean", "score"), ("critic/rewards/mean", "reward"), ("actor/pg_loss", "policy loss")),
     *(("loss", "loss"), ("train/loss", "loss"), ("train_loss", "loss")),
 )
-"""The names that verl, Hugging Face and others use for what tells how a training goes, the most telling first."""
+"""Names that verl, Hugging Face and others use for what tells how a training goes, the most telling first."""
 _OF_GUESTS = (
     *TELLING,
     *(("val/loss", "val. loss"), ("eval_loss", "eval. loss")),
@@ -121,20 +115,15 @@ _OF_GUESTS = (
 )
 _MOST_OF_A_GUEST = 6
 
+# Columns that are dropped if there is no room for all, in this order.
 _FIRST_STEPS_TO_GO = (
     *("comm.", "grad norm", "expl. var.", "length", "clipped", "lr", "entropy", "value loss", "policy loss"),
     *("s", "tok/s", "KL"),
 )
-"""Columns that are dropped if there is no room for all, in this order."""
 
 
 def steps_table(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, list[str]], list[str]]:
-    """Returns cells by heading, without columns that no row has; and the columns to drop first.
-
-    For a loop that is not ours, shows its own numbers: the known ones first, then the others in the loop's order.
-
-    The rows come from a file, so a value may be anything; a value that is no number is shown as `-`.
-    """
+    """Returns cells by heading, without columns that no row has; and the columns to drop first. `-`: no number."""
     # Our own trainer writes policy_loss in each row; no row with it means that the loop is not ours.
     guests = () if any("policy_loss" in row for row in rows) else _guests_columns(rows)
     shown = {
@@ -159,8 +148,8 @@ def _guests_columns(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str, 
 
 
 _LEVELS = "▁▂▃▄▅▆▇█"
+# Nodes of a state that are named.
 _MOST_NAMED = 6
-"""Nodes of a state that are named."""
 
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,10 +163,8 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def curve_of(rows: Sequence[Mapping[str, Any]]) -> Curve | None:
-    """Returns the reward, or what tells most of another loop, if at least two rows have it; else None.
-
-    Steps that another reward scored are left out: it may have another scale.
-    """
+    """Returns the reward, or what tells most of another loop, if at least two rows have it; else None."""
+    # Another reward may have another scale.
     rows = [row for row in rows if row.get("reward_number") == rows[-1].get("reward_number")]
     for name, called in (("reward", "reward"), *TELLING):
         values = [value for row in rows if (value := number(row.get(name))) is not None]
@@ -216,10 +203,8 @@ def left_words(
     """Says how much training is left, and what that does not count.
 
     Args:
-        waits: the job is in Slurm's queue.
-        over: there is no job any more.
-        starts: when Slurm expects it to start.
-        ends: when its time limit is reached.
+        waits, over: the job is in Slurm's queue; there is no job any more.
+        starts, ends: when Slurm expects it to start; when its time limit is reached.
     """
     if pace.seconds_left is None:
         return (

@@ -34,7 +34,8 @@ _RAW_FACTS = re.compile(r"(?:^|[;:,] ?)JobState=\S{1,64} .*", re.DOTALL)
 
 
 def for_people(event: ev.Event) -> ev.Event:
-    """Returns `event` without the words of scontrol; those are evidence, and stay in the journal."""
+    """Returns `event` without the words of scontrol."""
+    # Those are evidence, and stay in the journal.
     if isinstance(event, ev.Cause):
         plain = _without_facts(event.evidence)
         if plain != event.evidence:
@@ -51,26 +52,21 @@ def _without_facts(text: str) -> str:
 
 
 class Story:
-    """Tells the events of one run in their order, and no reason twice.
-
-    Args:
-        verbose: include Slurm's answers, word for word.
-    """
+    """Tells the events of one run in order, and no reason twice; `verbose`: with Slurm's answers, word for word."""
 
     def __init__(self, *, verbose: bool = False) -> None:
         self._told: set[str] = set()
         self._verbose = verbose
 
     def tell(self, event: ev.Event) -> str | None:
-        """Tells the event as `tell` does. Drops repetitions: other ranks, and the end, repeat one rank's refusal to
-        train.
-        """
+        """Tells the event as `tell` does; None: it repeats one."""
         if not self._verbose:
             event = for_people(event)
         match event:
             case ev.Submitted() | ev.Started():
                 # A new start may refuse for the same reason, and that is news.
                 self._told.clear()
+            # Other ranks, and the end, repeat one rank's refusal to train.
             case ev.Refused(reason=reason):
                 if reason in self._told:
                     return None
@@ -115,6 +111,7 @@ def _clock(time: str) -> str:
         return "--:--:--"
 
 
+# Sentences without a choice. Behind `|`: a field that follows after a colon if it is not empty.
 _SENTENCES: dict[type[ev.Event], str] = {
     # jobs and attempts
     ev.Submitted: "job {0.job_id} submitted ({0.cluster})",
@@ -158,7 +155,6 @@ _SENTENCES: dict[type[ev.Event], str] = {
     ev.TierUnreachable: "tier {0.tier} does not answer|reason",
     ev.Tiers: "the storage tiers|detail",
 }
-"""Sentences without a choice. Behind `|`: a field that follows after a colon if it is not empty."""
 
 
 def _words(event: ev.Event) -> str:

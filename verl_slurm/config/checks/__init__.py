@@ -23,11 +23,7 @@ class Complaints(list[Complaint]):
         self._config = config
 
     def refuse_if(self, wrong: object, key: str, expected: str, remedy: str, found: str = "") -> bool:
-        """Adds a complaint about `key` if `wrong`, and returns whether it is.
-
-        Args:
-            found: what is there; empty: the key's value.
-        """
+        """Adds a complaint about `key` if `wrong`, and returns whether it is. No `found`: the key's value is shown."""
         if wrong:
             self.append(Complaint(key, found or shown(self.value(key)), expected, remedy))
         return bool(wrong)

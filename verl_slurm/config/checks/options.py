@@ -22,6 +22,7 @@ OWN_OPTIONS = {
     "time": "slurm.time_limit_min",
 }
 """Options that submit sets itself, and the keys that say so; a second value would contradict the daemon."""
+# Options that a run cannot have: what is expected, what to do, and what is wrong with them.
 _REFUSED = {
     "cpus-per-gpu": (
         "the CPUs of a node in slurm.cpus_per_node",
@@ -34,13 +35,13 @@ _REFUSED = {
         "Slurm drops a requeued job that cannot end before it (state DEADLINE)",
     ),
 }
-"""Options that a run cannot have: what is expected, what to do, and what is wrong with them."""
 _GPUS = ("gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task")
 
 
 def asks_for_gpus(options: Mapping[str, str | int | bool]) -> bool:
-    """Returns whether these options ask for GPUs: then submit writes no `--gpus-per-node` beside them. Pure."""
+    """Returns whether these options ask for GPUs. Pure."""
     gres = str(options.get("gres") or "")
+    # Then submit writes no `--gpus-per-node` beside them.
     return any(option in options for option in _GPUS) or bool(re.search(r"(?:^|[,/])gpu(?:$|[,:=])", gres))
 
 

@@ -1,7 +1,7 @@
 """Checks a rollout engine against the model's config.json and this Python environment.
 
-vLLM's conditions are checked before a job is queued. Sources: `vllm.config.model.verify_with_parallel_config` (heads)
-and `vllm.v1.attention.backends.cpu_attn.get_supported_head_sizes` (0.30.0).
+vLLM's conditions: `vllm.config.model.verify_with_parallel_config` (heads) and
+`vllm.v1.attention.backends.cpu_attn.get_supported_head_sizes` (0.30.0).
 """
 
 from collections.abc import Iterator, Mapping
@@ -55,17 +55,14 @@ def model_complaints(config: RunConfig, model: Mapping[str, Any]) -> Iterator[Co
 
 
 def _stretched(model: Mapping[str, Any]) -> bool:
-    """Returns whether the positions are scaled (YaRN and others). vLLM then takes more than the number in the file."""
+    """Returns whether the positions are scaled (YaRN and others)."""
+    # vLLM then takes more than the number in the file.
     ropes = (model.get("rope_scaling"), model.get("rope_parameters"))
     return any("factor" in rope for rope in ropes if isinstance(rope, dict))
 
 
 def require_engine(config: RunConfig) -> None:
-    """Refuses an engine that this Python environment does not have.
-
-    Raises:
-        ConfigError: the engine is missing; the error says how to install it.
-    """
+    """Refuses an engine that this Python environment does not have (ConfigError)."""
     # Looked for, not imported: an import takes seconds.
     if config.rollout.engine == "vllm" and find_spec("vllm") is None:
         raise ConfigError(
@@ -80,15 +77,7 @@ def require_engine(config: RunConfig) -> None:
 
 
 def check_engine(config: RunConfig, where: str, model: Mapping[str, Any]) -> None:
-    """Refuses a model that the engine cannot sample from.
-
-    Args:
-        where: its directory or name, for the error.
-        model: the content of its config.json.
-
-    Raises:
-        ConfigError: the engine cannot sample from it.
-    """
+    """Raises ConfigError if the engine cannot sample from a model with this config.json, which lies at `where`."""
     if config.rollout.engine != "vllm":
         return
     # The first one is enough: it is raised.
@@ -103,6 +92,7 @@ def check_engine(config: RunConfig, where: str, model: Mapping[str, Any]) -> Non
 
 
 def sampling_dtype(config: RunConfig) -> str:
-    """Returns the dtype that the actor computes in. A sampler of another precision would sample from another policy."""
+    """Returns the dtype that the actor computes in."""
     mixed = config.distributed.mixed_precision
+    # A sampler of another precision would sample from another policy.
     return config.model.dtype if mixed == "none" else mixed

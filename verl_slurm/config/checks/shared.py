@@ -55,6 +55,7 @@ def _is_pattern(text: str) -> bool:
 _PLACE = "a path or builtin:NAME"
 _SINFO = "`sinfo -s` lists them; the `*` that it shows after the default one is no part of the name"
 _GLOB = "a pattern relative to the root, without `..`"
+# Keys of a text, the form that it must have, the form in words, and the remedy.
 _FORMS: tuple[tuple[str, Callable[[str], object], str, str], ...] = (
     ("name", _NAME.fullmatch, "letters, digits, `.`, `_`, `-`; at most 64", "choose another name"),
     ("run_dir", _is_run_dir, "a path, with {name} at most", "e.g. run_dir: runs/{name}"),
@@ -75,7 +76,6 @@ _FORMS: tuple[tuple[str, Callable[[str], object], str, str], ...] = (
     ("observability.token_file", _is_absolute, "an absolute path", "give the whole path"),
     ("observability.targets_dir", _is_absolute, "an absolute path", "give the whole path"),
 )  # fmt: skip
-"""Keys of a text, the form that it must have, the form in words, and the remedy."""
 
 
 def complaints(config: RunConfig) -> list[Complaint]:
@@ -207,7 +207,6 @@ def _check_partial_saves(config: RunConfig, found: Complaints) -> None:
 
 
 def _check_batches(config: RunConfig, found: Complaints) -> None:
-    """Refuses sizes that do not divide each other, and what the algorithm does not go with."""
     train, rollout, refuse_if = config.train, config.rollout, found.refuse_if
     group, eval_files = rollout.samples_per_prompt, config.data.eval_files
     # The pattern would be read by nothing: held-out rows of data.root come by eval_fraction.
@@ -257,8 +256,7 @@ def _check_batches(config: RunConfig, found: Complaints) -> None:
 
 
 def _divisor(whole: int, near: int) -> int:
-    """Returns a divisor of `whole`, at most `near` and not far below it. For a mistyped number of 16 digits it is a
-    small one."""
+    """Returns a divisor of `whole`, at most `near` and not far below it."""
     # Bounded by 1 << 16: a mistyped size of 16 digits would be counted down from, and the check would hang.
     return next(size for size in range(max(min(near, whole, 1 << 16), 1), 0, -1) if whole % size == 0)
 
@@ -374,11 +372,7 @@ _SECRET = re.compile(
 def _check_variables(
     place: str, env: Mapping[str, str | int], env_from_files: Mapping[str, str], found: Complaints
 ) -> None:
-    """Refuses what is wrong with an `env` and its `env_from_files`.
-
-    Args:
-        place: the section that they are in, with a dot behind it; empty: they are the ranks'.
-    """
+    # `place`: a section with a dot behind it; empty: the variables are the ranks'.
     plain, secret, refuse_if = f"{place}env", f"{place}env_from_files", found.refuse_if
     for key, name in [*((plain, name) for name in env), *((secret, name) for name in env_from_files)]:
         there, form = "not a variable's name", "letters, digits and `_`"
@@ -457,8 +451,8 @@ def _check_image(container: ContainerConfig, found: Complaints) -> None:
     found.refuse_if(digest and not container.is_file, key, expected, remedy, digest or "")
 
 
+# Ports below it are reserved for root.
 _FIRST_FREE_PORT = 1024
-"""Ports below it are reserved for root."""
 
 
 def _check_observability(config: RunConfig, found: Complaints) -> None:
@@ -476,7 +470,7 @@ def _check_observability(config: RunConfig, found: Complaints) -> None:
 
 
 def _check_hooks(config: RunConfig, found: Complaints) -> None:
-    """Checks the section `hooks`. An address is not shown: it may hold a secret."""
+    # An address is not shown: it may hold a secret.
     hooks, key, refuse_if = config.hooks, "hooks.webhook", found.refuse_if
     for hook in HOOKS:
         argv, remedy = getattr(hooks, hook), f"e.g. hooks.{hook}: [/home/me/tell.sh]"
@@ -550,7 +544,6 @@ def _check_service(key: str, service: ServiceConfig, found: Complaints) -> None:
 
 
 def _check_room(config: RunConfig, found: Complaints) -> None:
-    """Checks ports, CPUs and GPUs against what the nodes have."""
     services, slurm = config.services, config.slurm
     beside = {name: service for name, service in services.items() if not service.nodes}
     ports = Counter(service.port for service in beside.values() if service.port)
@@ -580,14 +573,14 @@ def _check_room(config: RunConfig, found: Complaints) -> None:
 
 
 _NATIVE_SECTIONS = ("model", "rollout", "train")
+# Keys that a guest's loop does not read, in sections of which it reads the rest.
 _NATIVE_KEYS = {
     "data": "prompt_key answer_key max_prompt_tokens shuffle eval_root eval_fraction",
     "checkpoint": "cadence intervals components include_optimizer partial_every_steps",
     "distributed": "tp_size pp_size mixed_precision recompute",
 }
-"""Keys that a guest's loop does not read, in sections of which it reads the rest."""
+# Our own saver has them: that of `verl_slurm.run`, too.
 _NOT_OF_VERL = {"checkpoint": "local_dir encryption"}
-"""Our own saver has them: that of `verl_slurm.run`, too."""
 
 
 def _check_guest(config: RunConfig, found: Complaints) -> None:
@@ -626,8 +619,9 @@ def _check_guest(config: RunConfig, found: Complaints) -> None:
 
 
 def _changed(config: RunConfig, section: str) -> Iterator[str]:
-    """Yields the keys that have another value than their default: a section that was not written has them."""
+    """Yields the keys that have another value than their default."""
     given: msgspec.Struct = getattr(config, section)
+    # A section that was not written has the defaults.
     default: msgspec.Struct = type(given)()
     names: Iterable[str] = given.__struct_fields__
     return (name for name in names if getattr(given, name) != getattr(default, name))

@@ -1,8 +1,4 @@
-"""Checks the section `tiers`. Pure.
-
-Refused before anything is queued: a tier that cannot work, a tier that sends checkpoints unencrypted over a network,
-and credentials in a URL (they would end up in run.yaml and in logs).
-"""
+"""Checks the section `tiers`. Pure."""
 
 import ipaddress
 import re
@@ -22,8 +18,8 @@ _PREFIX = re.compile(r"[A-Za-z0-9_=+@-][A-Za-z0-9_.=+@-]*(?:/[A-Za-z0-9_=+@-][A-
 _CLASS = re.compile(r"[A-Z][A-Z0-9_]{1,31}")
 # Objects of these classes need a restore of several hours before they can be read.
 _FROZEN_CLASSES = frozenset({"GLACIER", "DEEP_ARCHIVE"})
+# S3 keys have at most 1024 bytes; a checkpoint's own paths are checked when they are made.
 _MAX_PREFIX = 200
-"""S3 keys have at most 1024 bytes; a checkpoint's own paths are checked when they are made."""
 
 
 def is_s3(tier: TierConfig) -> bool:
@@ -62,10 +58,10 @@ def check_tiers(tiers: Sequence[TierConfig], found: Complaints) -> None:
 
 
 def _check_place(key: str, tier: TierConfig, found: Complaints) -> None:
-    """Refuses a tier without a place, or with two: it is a directory or a bucket."""
     places = {"posix": ("path",), "s3": ("bucket",)}.get(tier.kind, ("path", "bucket"))
     given = [name for name in ("path", "bucket") if getattr(tier, name) is not None]
     there = " and ".join(given) or "neither path nor bucket"
+    # A tier is a directory or a bucket, and not both.
     wrong = len(given) != 1 or given[0] not in places
     found.refuse_if(wrong, key, " or ".join(places), "name one place", there)
     wrong = tier.path is not None and not (tier.path.startswith("/") and tier.path.isprintable())

@@ -10,8 +10,7 @@ DIR/                 0700, default ~/.cache/verl-slurm/devcluster
   log/               the daemons' logs
 ```
 
-It needs the programs of the packages slurm-wlm and munge, no root, no systemd, no cgroups of its own, and never
-touches an existing cluster. Everything listens on loopback alone.
+Everything listens on loopback alone.
 """
 
 import os
@@ -187,9 +186,9 @@ class DevCluster:
         self._await_idle(options)
 
     def _daemon_env(self) -> dict[str, str]:
-        """Builds a small environment: jobs inherit parts of slurmd's, and a daemon needs no secrets."""
         return {
             "PATH": f"{os.environ.get('PATH', '')}:{machine.EXTRA_PATH}",
+            # Small: jobs inherit parts of slurmd's, and a daemon needs no secrets.
             "LC_ALL": "C.UTF-8",
             **self.env(),
         }
@@ -292,7 +291,6 @@ class DevCluster:
         self.spawn(argv, pid_file, log)
 
     def _await_idle(self, options: conf.ClusterOptions) -> None:
-        """Polls a bounded number of times until all nodes have registered: Slurm has no event for that."""
         deadline = time.monotonic() + _START_S
         while time.monotonic() < deadline:
             nodes = self.node_states()
@@ -306,6 +304,7 @@ class DevCluster:
                 if node not in daemons.slurmd:
                     log = self.directory / "log" / node_log_name(node)
                     raise self._did_not_start(f"slurmd of {node}", log)
+            # Slurm has no event for the registration of all nodes.
             time.sleep(_POLL_S)
         raise SlurmRefused(
             "the nodes did not become idle",
@@ -403,7 +402,7 @@ class DevCluster:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Delays a second Ctrl-C until the body is done: it would leave half a cluster."""
+    # A second Ctrl-C would leave half a cluster.
     former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
     try:
         yield

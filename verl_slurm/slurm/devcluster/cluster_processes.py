@@ -1,11 +1,9 @@
 """Finds the processes that belong to a cluster, and ends exactly those.
 
-The daemons are recognised by name and command line, which has a path in our directory. Their pids are not recorded:
-from 23.11 `scontrol reconfigure` replaces slurmctld and slurmd by new processes. The titles of slurmstepd and
-slurmscriptd overwrite command line and environment, so these are recognised by the log file in our directory that
-they hold open. Job processes are recognised by the variables that slurmstepd sets, SLURMD_NODENAME together with our
-SLURM_CONF, and by their ancestry. A user's shell that merely sourced `devcluster env` has no SLURMD_NODENAME and is
-left alone, and so is a `tail -f` of a log.
+The daemons are recognised by name and command line, which has a path in our directory; slurmstepd and slurmscriptd,
+whose titles overwrite command line and environment, by the log file in our directory that they hold open. Job
+processes are recognised by the variables that slurmstepd sets, SLURMD_NODENAME together with our SLURM_CONF, and by
+their ancestry.
 """
 
 import os
@@ -20,8 +18,8 @@ import psutil
 
 from verl_slurm.base.processes import KnownProcess, known
 
+# The daemons of a cluster, those with accounting included (tests/devcluster/accounting.py).
 _LOGGERS = frozenset({"munged", "slurmctld", "slurmscriptd", "slurmd", "slurmstepd", "slurmdbd", "mariadbd"})
-"""The daemons of a cluster, those with accounting included (tests/devcluster/accounting.py)."""
 _POLL_S = 0.02
 
 
@@ -53,6 +51,7 @@ def find_daemons(directory: Path, slurm_conf: Path) -> Daemons:
     munged: KnownProcess | None = None
     slurmctld: KnownProcess | None = None
     slurmd: dict[str, KnownProcess] = {}
+    # Pids are not recorded: from 23.11 `scontrol reconfigure` replaces slurmctld and slurmd by new processes.
     for pid in psutil.pids():
         name, argv = _command(pid)
         if name not in _LOGGERS or (process := known(pid)) is None:
@@ -82,8 +81,8 @@ def _name(pid: int) -> str:
 
 
 def _logs_to(pid: int, logs: Path, node: str | None) -> bool:
-    """Returns whether it is a process of Slurm or munge that writes one of our logs (of that node)."""
     try:
+        # A `tail -f` of a log is left alone.
         if _name(pid) not in _LOGGERS:
             return False
         for fd in os.listdir(f"/proc/{pid}/fd"):
@@ -140,11 +139,7 @@ def _descendants(pid: int) -> set[int]:
 
 
 def end_all(processes: Iterable[KnownProcess], *, wait_s: float = 5.0) -> list[KnownProcess]:
-    """Sends SIGKILL to each and waits until it is gone.
-
-    Returns:
-        those still there after `wait_s`: unkillable, in a system call.
-    """
+    """Sends SIGKILL to each and waits until it is gone; returns those still there after `wait_s`, in a system call."""
     left = list(processes)
     for process in left:
         # By its birth, too: the pid may be another process's since the look.

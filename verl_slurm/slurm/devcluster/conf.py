@@ -1,15 +1,7 @@
 """The embedded cluster's configuration, as text. Pure: options in, slurm.conf out.
 
-Differences between Slurm versions (run on 22.05.8, 24.11.5 and 26.05.5):
-
-* up to 22.05 the early warning at a preemption is `SlurmctldParameters=preempt_send_user_signal`, from
-  23.02 it is `PreemptParameters=send_user_signal`; the other spelling is a fatal parse error.
-* slurmd loads a cgroup plugin even if `proctrack/linuxproc` uses none of it. The v2 plugin needs systemd or a
-  cgroup of its own, and most containers have neither. From 24.05 `CgroupPlugin=disabled` loads none. Older versions
-  refuse that word; their v1 plugin touches nothing until something asks it to.
-
-Settings that are defaults in all of them (auth/munge, no accounting, no task plugin) are left out: plugin names come
-and go between versions, defaults do not.
+Run on Slurm 22.05.8, 24.11.5 and 26.05.5. Settings that are defaults in all of them (auth/munge, no accounting, no
+task plugin) are left out: plugin names come and go between versions, defaults do not.
 
 Slurm counts cores, memory and GPUs when it places jobs. It confines no job to them: that takes cgroups of its own.
 """
@@ -90,13 +82,9 @@ def node_names(count: int) -> list[str]:
 
 
 def deal_gpus(options: ClusterOptions, real: Sequence[str], counted: Path) -> dict[str, tuple[str, ...]]:
-    """Assigns GPUs to nodes, by their files. No two nodes share one.
+    """Assigns GPUs to nodes, by their files. No two nodes share one. `real`: device files, e.g. /dev/nvidia0.
 
-    Args:
-        options: the number of nodes and `gpus` are used.
-        real: the device files of the machine's GPUs, e.g. /dev/nvidia0.
-        counted: a directory. Slurm wants a file for each GPU that it grants. GPUs that do not exist have one here,
-            which is nothing but a name: CUDA_VISIBLE_DEVICES is not set for them.
+    `counted`: a directory for the names of GPUs that do not exist; CUDA_VISIBLE_DEVICES is not set for them.
     """
     names = node_names(options.nodes)
     if options.gpus == "auto":
@@ -120,11 +108,7 @@ def gres_conf(layout: ClusterLayout) -> str:
 
 
 def slurm_conf(options: ClusterOptions, layout: ClusterLayout, settings: Mapping[str, str]) -> str:
-    """Returns the text of slurm.conf. The layout must have `options.nodes + 1` ports.
-
-    Args:
-        settings: further ones, or others in the place of ours.
-    """
+    """Returns the text of slurm.conf, with `settings` added or instead of ours; needs `options.nodes + 1` ports."""
     base = layout.directory
     auth = f"socket={layout.munge_socket}"
     if options.cred_expire_s is not None:
@@ -213,4 +197,5 @@ def _nodes_and_partitions(options: ClusterOptions, layout: ClusterLayout) -> lis
 
 def cgroup_conf(version: tuple[int, int]) -> str:
     # Versions before 24.05 refuse `disabled`; their v1 plugin touches nothing until asked, and v2 would need systemd.
+    # slurmd loads a cgroup plugin even if `proctrack/linuxproc` uses none of it.
     return f"CgroupPlugin={'disabled' if version >= (24, 5) else 'cgroup/v1'}\n"

@@ -1,7 +1,7 @@
 """Causes faults for jobs on the embedded cluster: preemption, the loss of a node.
 
-Nothing is simulated. The preemption is Slurm's own, by a job of higher priority that needs the same nodes. The node
-loss is a SIGKILL of everything on it at once, which looks like a power cut from outside.
+The preemption is Slurm's own, by a job of higher priority that needs the same nodes. The node loss is a SIGKILL of
+everything on it at once, which looks like a power cut from outside.
 """
 
 import asyncio
@@ -49,11 +49,9 @@ def _state(cluster: DevCluster) -> ClusterState:
 
 
 def preempt(cluster: DevCluster, job_id: int, *, hold_s: int = 3, timeout_s: float = 60.0) -> Preemption:
-    """Has Slurm preempt a running job, and returns as soon as Slurm shows it.
+    """Has Slurm preempt a running job of the partition `preemptible`, and returns as soon as Slurm shows it.
 
     Args:
-        cluster: where it runs.
-        job_id: a running job of the partition `preemptible`.
         hold_s: how long the urgent job keeps the nodes once it has them; it ends by itself.
         timeout_s: the longest wait for Slurm's sign.
 
@@ -122,7 +120,6 @@ def _check_preemptible(facts: JobFacts) -> None:
 
 
 async def _submit_urgent(client: SlurmClient, facts: JobFacts, hold_s: int) -> int:
-    """Submits a job for exactly the nodes of the other, whole, that ends by itself."""
     assert facts.node_list is not None
     words = [
         f"--partition={URGENT}",
@@ -149,11 +146,7 @@ def _known_node(state: ClusterState, node: str) -> None:
 
 
 def fail_node(cluster: DevCluster, node: str) -> NodeFailure:
-    """Sends SIGKILL to everything on a node at once. Slurm notices after `slurmd_timeout_s`.
-
-    Raises:
-        NotFound: no cluster, no such node.
-    """
+    """Sends SIGKILL to everything on a node at once. Slurm notices after `slurmd_timeout_s`. NotFound: no such node."""
     _known_node(_state(cluster), node)
     with locked(cluster.directory):
         killed: dict[int, None] = {}
@@ -172,10 +165,7 @@ def fail_node(cluster: DevCluster, node: str) -> NodeFailure:
 
 
 def restore_node(cluster: DevCluster, node: str, *, timeout_s: float = 30.0) -> str:
-    """Starts a failed node again and waits until Slurm uses it.
-
-    Returns:
-        its state then, e.g. `idle`. A node that was never lost is left as it is.
+    """Starts a failed node again, waits until Slurm uses it, and returns its state then, e.g. `idle`.
 
     Raises:
         NotFound: no cluster, no such node.

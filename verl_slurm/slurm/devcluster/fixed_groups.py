@@ -1,13 +1,10 @@
 """Runs a program for which setgroups(2) succeeds and changes nothing: `python fixed_groups.py PROGRAM ARGUMENT...`.
 
-In a user namespace of one user (`unshare --map-root-user`, rootless containers without further uids), and in a
-container without CAP_SETGID, root may not change its groups. slurmctld, slurmd and every step of a job do that first
-and end where they cannot, although all of them stay the same user. docs/decisions/0020-fixed-groups.md says why
-they are given a filter instead.
+In a user namespace of one user, and in a container without CAP_SETGID, root may not change its groups, and Slurm's
+daemons end (docs/decisions/0020-fixed-groups.md).
 
 The filter is a seccomp program (seccomp(2), linux/seccomp.h), which all children inherit. It looks at the number of
-the system call alone. It cannot be taken away again, and neither can no_new_privs, without which the kernel takes a
-filter from nobody but an administrator: a setuid program in a job gains nothing.
+the system call alone. It cannot be taken away again.
 """
 
 import ctypes
@@ -17,14 +14,14 @@ import struct
 import sys
 
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 38, 22, 2
+# BPF_LD|BPF_W|BPF_ABS, BPF_JMP|BPF_JEQ|BPF_K, BPF_RET|BPF_K (linux/bpf_common.h).
 _LOAD, _EQUAL, _RETURN = 0x20, 0x15, 0x06
-"""BPF_LD|BPF_W|BPF_ABS, BPF_JMP|BPF_JEQ|BPF_K, BPF_RET|BPF_K (linux/bpf_common.h)."""
+# Offsets in struct seccomp_data.
 _NUMBER_AT, _ARCHITECTURE_AT = 0, 4
-"""Offsets in struct seccomp_data."""
+# SECCOMP_RET_ALLOW, and SECCOMP_RET_ERRNO with errno 0: the call returns 0 and does nothing.
 _ALLOW, _ERRNO_0 = 0x7FFF0000, 0x00050000
-"""SECCOMP_RET_ALLOW, and SECCOMP_RET_ERRNO with errno 0: the call returns 0 and does nothing."""
+# AUDIT_ARCH_* (linux/audit.h) and the number of setgroups, by machine.
 _SETGROUPS = {"x86_64": (0xC000003E, 116), "aarch64": (0xC00000B7, 159)}
-"""AUDIT_ARCH_* (linux/audit.h) and the number of setgroups, by machine."""
 
 
 class _SockFprog(ctypes.Structure):
@@ -67,6 +64,8 @@ def _main(argv: list[str]) -> None:
     loaded = _SockFprog(len(program) // 8, ctypes.addressof(held))
     libc = ctypes.CDLL(None, use_errno=True)
     for call in (
+        # Without it the kernel takes a filter from nobody but an administrator; a setuid program in a job
+        # then gains nothing.
         (_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0),
         (_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(loaded), 0, 0),
     ):

@@ -17,11 +17,7 @@ EXTRA_PATH = "/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/usr/bin:/bin"
 
 
 def find_programs() -> dict[str, str]:
-    """Returns the absolute paths of the required programs.
-
-    Raises:
-        SlurmMissing: names every one that is not there, and the packages that have them.
-    """
+    """Returns the absolute paths of the required programs. SlurmMissing names every one that is not there."""
     path = f"{os.environ.get('PATH', '')}:{EXTRA_PATH}"
     found = {name: shutil.which(name, path=path) for name in _PROGRAMS}
     if missing := [name for name, where in found.items() if where is None]:
@@ -62,11 +58,12 @@ def real_gpus(devices: Path = Path("/dev")) -> list[str]:
 
 
 def user_name() -> str:
-    """Returns the login name, for slurm.conf. Refuses a user without one, which slurmctld does not take."""
+    """Returns the login name, for slurm.conf."""
     uid = os.geteuid()
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
+        # slurmctld takes no user without a name.
         raise ConfigError(
             "the embedded cluster needs a user who has a name",
             where="/etc/passwd",

@@ -1,7 +1,6 @@
 """The cluster's state file: records what was started. Written before the first daemon, read by every command.
 
-`DIR/state.json`, 0600, replaced atomically. A file of another boot is read as "not running". It does not list the
-cluster's processes; processes.py finds them.
+`DIR/state.json`, 0600, replaced atomically. A file of another boot is read as "not running".
 """
 
 import fcntl
@@ -19,7 +18,7 @@ from verl_slurm.slurm.devcluster.conf import ClusterOptions
 
 
 class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
-    """One started cluster. Fields of other versions (there were pids once) are ignored."""
+    """One started cluster. Fields of other versions are ignored."""
 
     boot_id: str
     name: str

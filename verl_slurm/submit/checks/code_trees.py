@@ -1,7 +1,6 @@
 """Decides which code of the user's a submission takes into the run (`program/code_record.py`), and makes the copy.
 
-A run that has begun keeps the code that it began with. If the code has changed since, the user says which of the two
-the run goes on with: `--code run` or `--code new`.
+If the code of a run that has begun has changed, the user says how it goes on: `--code run` or `--code new`.
 """
 
 import os
@@ -54,8 +53,6 @@ def plan_code(
     Args:
         config: paths absolute.
         caller: the working directory of the submission, in which the program will run.
-        begun: the run has something to lose.
-        choice: of the user, where the code of a run that has begun is another one now.
         known: trees that were read before, for other runs of a sweep. This one's are added.
         ask_python: False: `slurm.python` is not run, so its packages and where it finds modules are unknown.
 
@@ -120,9 +117,10 @@ def _compared(
 
 
 def _installed(config: RunConfig, *, ask_python: bool) -> tuple[Installed, list[str]]:
-    """Returns what the ranks' Python has, and notes. If it is not asked, PYTHONPATH alone tells where modules are."""
+    """Returns what the ranks' Python has, and notes."""
     # In an image the packages are the image's. PYTHONPATH reaches into it.
     if config.slurm.container is not None or not (ask_python or config.slurm.python is None):
+        # PYTHONPATH alone tells where modules are, if Python is not asked.
         inherited = absolute_only(os.environ.get(PYTHONPATH, ""))[0]
         return Installed(search=tuple(place for place in inherited.split(os.pathsep) if place)), []
     python = python_of(config.slurm) or sys.executable
@@ -195,11 +193,7 @@ def _content(found: Listing) -> CodeContent:
 def _trees(
     config: RunConfig, programs: Sequence[Program], former: Mapping[str, Collection[str]]
 ) -> list[Listing]:
-    """Returns the trees that are copied.
-
-    Args:
-        former: root → files of a tree of the run that goes on.
-    """
+    """Returns the trees that are copied; `former`: root → files of a tree of the run that goes on."""
     code = config.code
     if code.tree is None:
         return []
@@ -261,8 +255,8 @@ def _directory(text: str) -> Path:
 
 
 def _with_all(tree: Listing, programs: Sequence[Program]) -> Listing:
-    """Refuses a tree without one of these programs: that one would run from where it lies."""
     for program in programs:
+        # That program would run from where it lies, and not from the copy.
         if not tree.has(program.path):
             raise ConfigError(
                 "a program is not in the code that is copied",
@@ -295,7 +289,8 @@ def _left_out(config: RunConfig, programs: Sequence[Program]) -> set[Path]:
 
 
 def _require_words(config: RunConfig, caller: Path, contents: Sequence[CodeContent]) -> None:
-    """Refuses arguments that name files of the tree that are not copied: the program runs in the copy."""
+    """Refuses arguments that name files of the tree that are not copied."""
+    # The program runs in the copy.
     here = Path(os.path.realpath(caller))
     content = next((one for one in contents if here.is_relative_to(one.tree.root)), None)
     if content is None or not config.trainer.command:

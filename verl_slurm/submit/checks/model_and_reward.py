@@ -1,7 +1,4 @@
-"""Prepares a run's model, data and reward: builds built-ins, checks that the rest exists.
-
-Torch-free: a child process builds built-ins, once, in the user's cache.
-"""
+"""Prepares a run's model, data and reward: builds built-ins, checks that the rest exists. Torch-free."""
 
 import hashlib
 import os
@@ -32,10 +29,7 @@ _BUILD_TIMEOUT_S = 900.0
 
 
 def cache_dir() -> Path:
-    """Returns the directory of this version's built-in models and data.
-
-    `$XDG_CACHE_HOME/verl-slurm/builtin/VERSION`, mostly below ~/.cache. VERSION: the hash of the code that builds them.
-    """
+    """Returns `$XDG_CACHE_HOME/verl-slurm/builtin/VERSION`, mostly below ~/.cache. VERSION: the builder's hash."""
     builder = hashlib.sha256()
     # By the builder's code and not by the version: a changed builder never sees the output of an older one.
     for source in sorted((Path(verl_slurm.__file__).parent / "quickstart").glob("*.py")):
@@ -49,7 +43,6 @@ def _cache_base() -> Path:
 
 
 def _builtins_of(config: RunConfig) -> dict[str, str]:
-    """Returns what is built in, by key."""
     named = {
         "data.root": config.data.root,
         "data.eval_root": config.data.eval_root or "",
@@ -59,11 +52,7 @@ def _builtins_of(config: RunConfig) -> dict[str, str]:
 
 
 def check_names(config: RunConfig) -> None:
-    """Refuses a `builtin:` that does not exist.
-
-    Raises:
-        ConfigError: lists the names that exist.
-    """
+    """Raises ConfigError for a `builtin:` that does not exist, with the names that do."""
     for key, value in _builtins_of(config).items():
         names = BUILTIN_MODELS if key == "model.path" else BUILTIN_DATA
         # A typing error: found here, before anything is built.
@@ -78,11 +67,7 @@ def check_names(config: RunConfig) -> None:
 
 
 def build_builtins(config: RunConfig) -> RunConfig:
-    """Builds each `builtin:` (the first time takes a minute) and puts its path into the config.
-
-    Raises:
-        DataError: it could not be built.
-    """
+    """Builds each `builtin:` (the first time takes a minute) and puts its path into the config. May raise DataError."""
     if config.trainer.is_guest or not (named := _builtins_of(config)):
         return config
     # Each on its own, before anything in it is used: under an open umask others could have put theirs there.
@@ -150,9 +135,7 @@ RULES = ("arithmetic",)
 def check_reward(text: str, config: RunConfig | None = None) -> list[str]:
     """Refuses a reward that does not exist, as far as can be seen without running it; returns notes.
 
-    Args:
-        text: paths absolute.
-        config: of the run, in whose ranks' Python imports are looked for; None: they are not.
+    Paths are absolute. Without a `config`, imports are not looked for in the ranks' Python.
 
     Raises:
         ConfigError: none of the forms, no such rule, module or function.
@@ -217,7 +200,8 @@ def _no_answers(reward: str) -> str:
 
 
 def _check_classifier(directory: Path) -> None:
-    """Refuses a classifier that the ranks would refuse: another head, or several labels."""
+    """Refuses a classifier with another head, or with several labels."""
+    # Here, since the ranks refuse it after the wait in the queue.
     said = read_model_config(directory)
     names = [name for name in said.get("architectures") or () if isinstance(name, str)]
     # transformers writes `id2label` unless there are two labels.
@@ -239,15 +223,7 @@ def _check_classifier(directory: Path) -> None:
 
 
 def check_guest(config: RunConfig) -> list[Finding]:
-    """Checks the program and its data.
-
-    Args:
-        config: paths absolute.
-
-    Raises:
-        NotFound, ConfigError: `check_program`.
-        DataError: `data.root` is not there, or the program cannot be parsed.
-    """
+    """Checks the program (`check_program`) and its data; paths absolute. DataError: `data.root` is not there."""
     found = check_program(config)
     # A guest may have its data elsewhere, or none; what it names is fingerprinted, and so has to exist.
     root = data_root(config)
@@ -260,11 +236,7 @@ def check_guest(config: RunConfig) -> list[Finding]:
 
 
 def refuse_guests(run: RunPaths) -> None:
-    """Refuses an operation that our own trainer alone supports while it runs.
-
-    Raises:
-        ConfigError: the run's loop is a guest's.
-    """
+    """Raises ConfigError if the run's loop is a guest's."""
     trainer = load_resolved(run.run_yaml).trainer
     if trainer.is_guest:
         raise ConfigError(

@@ -1,6 +1,4 @@
-"""Checks a model without torch: that its directory is whole, that the trainer supports its family, that the
-configuration fits it, and that it divides into the parts that `distributed` asks for.
-"""
+"""Checks a model without torch: its directory, its family, and whether it divides as `distributed` asks."""
 
 import math
 import os
@@ -49,9 +47,9 @@ BUILTIN_MODELS: dict[str, dict[str, Any]] = {
     }
     for name, head_dim in (("tiny", 16), ("tiny32", 32))
 }
-"""Maps a name to the content of its config.json once it is built (a test compares it)."""
+"""Maps a name to the content of its config.json once it is built."""
+# The names that `from_pretrained` looks for.
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-"""The names that `from_pretrained` looks for."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -70,8 +68,6 @@ class _TokenizerModel(msgspec.Struct):
 
 
 class _Tokenizer(msgspec.Struct):
-    """tokenizer.json."""
-
     model: _TokenizerModel
     added_tokens: list[_AddedToken] = []
 
@@ -94,8 +90,7 @@ def check_model(key: str, directory: Path, written: str = "") -> None:
 
     Args:
         key: `model.path` or `model.reward`, for the remedy.
-        directory: absolute.
-        written: the path as the user wrote it, to recognise a name on the Hugging Face hub.
+        written: the path as the user wrote it; `directory` is absolute.
 
     Raises:
         DataError: missing, without one of these, or one of them is damaged.
@@ -127,11 +122,7 @@ def check_model(key: str, directory: Path, written: str = "") -> None:
 
 
 def require_model(key: str, directory: Path, remedy: str) -> None:
-    """Requires a model's directory by the names of its files.
-
-    Raises:
-        DataError: a file is a pointer of Git LFS, it is an adapter, or there is no config.json.
-    """
+    """Raises DataError if a file is a pointer of Git LFS, there is an adapter, or there is no config.json."""
     refuse_pointers(path for path in directory.iterdir() if path.is_file())
     refuse_adapter(key, directory)
     if not (directory / "config.json").is_file():
@@ -139,11 +130,7 @@ def require_model(key: str, directory: Path, remedy: str) -> None:
 
 
 def require_whole_weights(directory: Path) -> None:
-    """Requires safetensors files whose headers and lengths agree.
-
-    Raises:
-        DataError: the first that is damaged.
-    """
+    """Raises DataError for the first safetensors file whose header and length do not agree."""
     for path in sorted(directory.glob("*.safetensors")):
         # Links are followed: users name models by them.
         if complaint := _of_weights(path, safetensors_problem):
@@ -156,11 +143,7 @@ def require_whole_weights(directory: Path) -> None:
 
 
 def refuse_pointers(files: Iterable[Path]) -> None:
-    """Refuses files of which a clone has the place alone, because Git LFS was not there to bring the content.
-
-    Raises:
-        DataError: the first of them, and how many there are.
-    """
+    """Raises DataError for files of a clone without Git LFS that are pointers: the first, and how many."""
     pointers = [file for file in files if is_lfs_pointer(file)]
     if pointers:
         raise DataError(
@@ -183,11 +166,7 @@ def _of_weights(path: Path, look: Callable[[int], T]) -> T | str:
 
 
 def num_parameters(directory: Path) -> int | None:
-    """Counts the numbers in the weights by the headers of the safetensors files; None: there are none to read.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
+    """Counts the numbers in the weights, by the headers of safetensors files; None: unknown. May raise OSError."""
     total = 0
     for path in directory.glob("*.safetensors"):
         header = _of_weights(path, read_header)
@@ -208,14 +187,11 @@ def _remedy(key: str) -> str:
 
 
 def refuse_adapter(key: str, directory: Path) -> None:
-    """Refuses an adapter (LoRA), by itself or beside a model's files, where it would be left out in silence.
-
-    Raises:
-        DataError: there is one.
-    """
+    """Raises DataError for an adapter (LoRA), by itself or beside a model's files."""
     adapter = next((name for name in ADAPTER_FILES if (directory / name).is_file()), None)
     if adapter is None:
         return
+    # Beside a model's files it would be left out in silence.
     beside = any((directory / name).is_file() for name in (_WHOLE, _INDEX))
     raise DataError(
         "an adapter beside a model" if beside else "an adapter, not a model",
@@ -262,7 +238,6 @@ def _conversion(key: str, directory: Path) -> str:
 
 
 def _check_index(directory: Path, remedy: str) -> None:
-    """Checks that every shard in the index exists."""
     path = directory / _INDEX
     try:
         data = read_regular(path, SAFETENSORS_HEADER, follow=True)
@@ -273,6 +248,7 @@ def _check_index(directory: Path, remedy: str) -> None:
             "the index of the weights cannot be read", where=path, found=error, remedy=remedy
         ) from None
     # A name with a directory in it leads out of the model's.
+    # Every shard in the index has to exist.
     missing = [name for name in shards if Path(name).name != name or not (directory / name).is_file()]
     if missing or not shards:
         raise DataError(
@@ -314,7 +290,8 @@ def _check_config(path: Path, remedy: str) -> tuple[int, ...]:
 
 
 def _check_end_tokens(directory: Path, named: tuple[int, ...]) -> None:
-    """Refuses a model without an end token, or with one that it cannot sample: each response would be cut."""
+    """Refuses a model without an end token, or with one that it cannot sample."""
+    # Each response would be cut at its greatest length.
     token, pad, known = _special_tokens(directory)
     # Without the key, a class of tokenizers may have an end token of its own. The model's files then name it, too.
     if not token and (token is not msgspec.UNSET or not named):
@@ -361,9 +338,7 @@ def _check_end_tokens(directory: Path, named: tuple[int, ...]) -> None:
 def _special_tokens(
     directory: Path,
 ) -> tuple[str | msgspec.UnsetType | None, str | msgspec.UnsetType | None, dict[str, int]]:
-    """Returns the tokenizer's end token and its padding, UNSET if no file has the key, and the tokens that can be
-    looked up.
-    """
+    """Returns the tokenizer's end token and padding (UNSET: no file has the key), and the numbers of tokens."""
 
     def read(name: str, form: type[T]) -> T | None:
         path = directory / name
@@ -411,10 +386,7 @@ def said_of(path: str) -> dict[str, Any]:
 
 
 def check_family(config: RunConfig) -> list[str]:
-    """Refuses a model that cannot be trained as configured; otherwise returns notes for the user.
-
-    Args:
-        config: paths absolute; the model directory has been checked.
+    """Refuses a checked model that cannot be trained as configured; otherwise returns notes for the user.
 
     Raises:
         DataError: the first complaint, about the model itself.
@@ -435,20 +407,12 @@ def check_family(config: RunConfig) -> list[str]:
     return family_notes(config, said)
 
 
+# Keys of config.json that put a norm beside the cut projections, with a weight for each head (Cohere, Phi).
 _NORMS_OF_ALL_HEADS = ("use_qk_norm", "qk_layernorm")
-"""Keys of config.json that put a norm beside the cut projections, with a weight for each head (Cohere, Phi)."""
 
 
 def check_model_shape(distributed: DistributedConfig, model_path: str, said: Mapping[str, Any]) -> None:
-    """Refuses a shape that this model cannot be cut into.
-
-    Args:
-        model_path: for the message.
-        said: the content of its config.json.
-
-    Raises:
-        ConfigError: the first complaint.
-    """
+    """Raises ConfigError for a shape that a model with this config.json (`said`) cannot be cut into."""
     # Each rank has the whole model then, whatever its sizes.
     if distributed.tp_size == distributed.pp_size == 1:
         return

@@ -31,8 +31,8 @@ from verl_slurm.submit.checks.model_files import refuse_pointers
 
 _TIMEOUT_S = 120.0
 _PROMPTS = ("prompt", "question", "problem", "messages", "instruction", "query", "input")
+# Names of columns in public data sets, the more telling first.
 _ANSWERS = ("answer", "reward_model.ground_truth", "ground_truth", "solution", "target", "label", "output")
-"""Names of columns in public data sets, the more telling first."""
 _ANY_LENGTH = 1 << 20
 _TOO_LARGE = "a row that takes more than 352 MiB of memory"
 _OF_MEMORY = re.compile(r"MemoryError|memory allocation of|bad_alloc|[Oo]ut of memory|Cannot allocate memory")
@@ -46,12 +46,9 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 def check_data(config: RunConfig, key: str = "data.root", *, begun: bool = False) -> tuple[str, list[str]]:
-    """Reads `data.root` or `data.eval_root`: every row, as far as two seconds reach.
+    """Reads `data.root` or `data.eval_root` (`key`), paths absolute: every row, as far as two seconds reach.
 
-    Args:
-        config: paths absolute.
-        key: which of the two.
-        begun: the run has trained on this data, so that it can only go on with it: what is missing is a note.
+    `begun`: the run has trained on this data, and can only go on with it: what is missing is a note.
 
     Returns:
         A description of the data, and notes for the user.
@@ -119,8 +116,7 @@ def refuse_partial(
     """Refuses data of which a part is not there; returns notes.
 
     Args:
-        root: of both lists.
-        chosen: the files that are read.
+        chosen: the files that are read, relative to `root`.
         names: all that lies there.
         belongs: whether a further file would be read, too (`unfinished_downloads`).
         remedy: for shards.
@@ -156,7 +152,7 @@ def refuse_partial(
 
 
 def _beside(root: Path, names: Sequence[str]) -> list[str]:
-    """Lists files of data that lie beside those that are read, and are not."""
+    """Lists up to four files of data beside those that are read."""
     folder = Path(names[0]).parent
     if (root / folder / "state.json").exists():
         return []  # of `datasets`, whose caches lie beside its files
@@ -169,7 +165,7 @@ def recognize(config: RunConfig, answer_key: str | None = None) -> tuple[RunConf
 
     Args:
         config: paths absolute; `data.max_prompt_tokens` is the least room.
-        answer_key: of the answers, as the user named it; None: by the names that such columns usually have.
+        answer_key: as the user named it; None: by the names that such columns usually have.
 
     Returns:
         Also the keys of the first row, as text, if none of them is known to hold answers; else empty.
@@ -255,19 +251,13 @@ def _look(wanted: PromptsRequest) -> PromptsLook:
 
 
 def look_at_files(wanted: WantedRows, where: str) -> Rows | str:
-    """Returns what the files of another trainer hold; or why they cannot be looked at.
-
-    Raises:
-        DataError: a file cannot be read.
-    """
+    """Returns what the files of another trainer hold, or why they cannot be looked at. May raise DataError."""
     answer, words = _ask(wanted, where)
     return words if answer.rows is None else answer.rows
 
 
 def _ask(wanted: PromptsRequest | WantedRows, where: str) -> tuple[_Answer, str]:
-    """Returns the answer of the process that looks; it is empty if it died, which the text explains: `_TOO_LARGE` where
-    it is known that memory was the reason.
-    """
+    """Returns the answer of the process that looks; empty if it died, with its last words or `_TOO_LARGE`."""
     # A process of its own with bounded memory: a compressed page may need a thousand times its size.
     command = [sys.executable, "-P", "-m", "verl_slurm.dataset.prompts"]
     done = run_to_end(command, _TIMEOUT_S, text=msgspec.json.encode(wanted).decode())

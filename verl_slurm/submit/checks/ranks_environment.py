@@ -1,7 +1,6 @@
 """Checks what a run sets up for its ranks on the machine that submits, which has the nodes' file systems.
 
-Modules are loaded for it, and the Python is asked what is installed in it, unless `why_not_run` has a reason against.
-The user's commands (`slurm.setup`) are read by bash and not run: they may be meant for a node alone.
+Modules are loaded and the Python is asked, unless `why_not_run` has a reason against.
 """
 
 import shlex
@@ -27,9 +26,8 @@ _TIMEOUT_S = 120.0
 def why_not_run(config: RunConfig, *, dry_run: bool, stranger: bool) -> str:
     """Returns why the modules and the Python of the ranks are not run here; empty: they are, or there are none.
 
-    Args:
-        dry_run: the user only looks, maybe at what somebody handed over: that runs nothing that it names.
-        stranger: others own the configuration, or may write it.
+    `dry_run`: the user only looks, maybe at what somebody handed over; `stranger`: others may write the
+    configuration.
     """
     slurm = config.slurm
     if agents_inside(config) or not (slurm.modules or slurm.python):
@@ -48,16 +46,12 @@ def why_not_run(config: RunConfig, *, dry_run: bool, stranger: bool) -> str:
 
 
 def check_rank_environment(config: RunConfig, packages: Iterable[str], not_run: str = "") -> list[Finding]:
-    """Checks modules, Python, commands and secrets.
+    """Checks modules, Python with the `packages` that the ranks import, commands and secrets; paths absolute.
 
-    Args:
-        config: paths absolute.
-        packages: what the ranks import.
-        not_run: from `why_not_run`.
+    `not_run` is from `why_not_run`.
 
     Raises:
-        ConfigError: a module cannot be loaded, bash cannot read a command, a package is missing, or a file has no
-            value.
+        ConfigError: a module cannot be loaded, bash cannot read a command, a package is missing, a file has no value.
         PermissionRefused: a file with a secret is open to others.
     """
     found, slurm = list[Finding](), config.slurm
@@ -68,6 +62,7 @@ def check_rank_environment(config: RunConfig, packages: Iterable[str], not_run: 
     if agents_inside(config):
         return found  # modules and commands are the image's
     for number, command in enumerate(slurm.setup):
+        # Read and not run: it may be meant for a node alone.
         if problem := _bash(["-n", "-c", command]):
             raise ConfigError(
                 "bash cannot read a command",
@@ -128,7 +123,7 @@ def _check_python(config: RunConfig, python: str, packages: list[str]) -> str:
 
 
 def show_rank_environment(config: RunConfig) -> str:
-    """Returns what each node does before its ranks start, as a script for people; empty: nothing. Secrets are named."""
+    """Returns what each node does before its ranks start, as a script for people, without secrets; empty: nothing."""
     lines = [setup_script(config.slurm).rstrip("\n")]
     lines += [f"export {name}={shlex.quote(str(value))}" for name, value in config.env.items()]
     lines += [f"export {name}=...  # from {path}" for name, path in config.env_from_files.items()]

@@ -32,8 +32,8 @@ from verl_slurm.dataset.fingerprint.entries import recorded_tree
 from verl_slurm.journal.files import read_history
 from verl_slurm.wire.reward_plan import read_reward_plan
 
+# Bytes of checkpoints that `submit` reads: seconds. The lead reads each byte in any case.
 _MOST_READ = 1 << 30
-"""Bytes of checkpoints that `submit` reads: seconds. The lead reads each byte in any case."""
 
 
 class ResumeFound(msgspec.Struct, frozen=True):
@@ -49,14 +49,7 @@ class ResumeFound(msgspec.Struct, frozen=True):
 
 
 def check_records(paths: RunPaths, committed: Sequence[CheckpointInfo]) -> None:
-    """Refuses a run of which a record is damaged that the job reads at its start.
-
-    Args:
-        committed: its checkpoints, the newest first.
-
-    Raises:
-        CheckpointCorrupt: one is empty or damaged.
-    """
+    """Raises CheckpointCorrupt for a damaged record that the job reads at its start; `committed`: newest first."""
     read_owner(paths)
     read_reward_plan(paths)
     try:
@@ -86,7 +79,7 @@ def _read_object(path: Path) -> None:
 
 
 def check_frozen_inputs(config: RunConfig, paths: RunPaths, name: str) -> list[str]:
-    """Refuses what does not train and is not what the run was trained with, as the ranks would; returns notes.
+    """Refuses what does not train and is not what the run was trained with; returns notes.
 
     Args:
         config: of the native trainer, as its ranks would read it.
@@ -144,8 +137,8 @@ def check_frozen_inputs(config: RunConfig, paths: RunPaths, name: str) -> list[s
 
 
 def _changed(paths: RunPaths, tree: Path, digest: str) -> str | None:
-    """Returns how a tree differs from the recorded one; empty: not at all. None: it is too large to be read here, and
-    has the recorded sizes as far as there is a record.
+    """Returns how a tree differs from the recorded one; empty: not at all; None: too large to be read, of equal
+    sizes.
     """
     if not tree.is_dir():  # e.g. a built-in model, which is built again
         return None
@@ -215,11 +208,7 @@ def find_resume(
 
 
 def _again(config: RunConfig, paths: RunPaths, name: str, damaged: str = "") -> str:
-    """Returns what a start from checkpoint `name` does again.
-
-    Args:
-        damaged: the verdict on a newer one.
-    """
+    """Returns what a start from checkpoint `name` does again; `damaged` is the verdict on a newer one."""
     history = read_history(paths)
     lost = gone_back(paths, history, name, config)
     if lost:  # later a copy is of no use any more

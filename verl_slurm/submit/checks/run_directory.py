@@ -1,9 +1,8 @@
-"""Checks the run directory before anything is queued: whether it is ours and stays so, whether a group reaches it, and
-whether its file system has room for all that the run keeps. Makes nothing.
+"""Checks the run directory before anything is queued: whether it is ours and stays so, whether a group reaches it,
+and whether its file system has room for all that the run keeps. Makes nothing.
 
-The run keeps checkpoints and, once, the models that do not train (RUN/frozen). Their copy is made before the first
-checkpoint, so a checkpoint that fits alone may not fit beside it. No room for a single checkpoint is refused; room for
-one, but not for all, is a warning. Quotas are not seen (`checkpoint/decide/storage.py`).
+No room for a single checkpoint is refused; room for one, but not for all, is a warning. Quotas are not seen
+(`checkpoint/decide/storage.py`).
 """
 
 import grp
@@ -30,19 +29,15 @@ from verl_slurm.verl.verl_inputs import bytes_per_parameter, inputs_of, said_set
 
 _FILES_PER_RANK = 8
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+# Tensors per trained parameter: the parameter and AdamW's two moments, all in the dtype of the model.
 _PER_PARAMETER = 3
-"""Tensors per trained parameter: the parameter and AdamW's two moments, all in the dtype of the model."""
 _LEAST_KEPT = 2
+# Bytes that a file may take beyond its content.
 _BLOCK_BYTES = 4096
-"""Bytes that a file may take beyond its content."""
 
 
 def check_run_dir(run_dir: Path) -> None:
-    """Checks that the run directory is ours and writable, or can be made. Makes nothing.
-
-    Raises:
-        PermissionRefused: not writable, not ours, or something else is in the way.
-    """
+    """Checks that the run directory is ours and writable, or can be made (PermissionRefused)."""
     # The nearest directory that exists decides. lexists, so that a link that leads nowhere counts as being in the way.
     place = run_dir
     while not os.path.lexists(place):
@@ -99,16 +94,12 @@ def _stray(run_dir: Path) -> str:
 
 
 def check_surroundings(config: RunConfig) -> list[Finding]:
-    """Checks which other users may rename directories around the run's.
-
-    The nodes check `checkpoint.local_dir` again: this machine may not have it.
-
-    Raises:
-        PermissionRefused: others could exchange the second copies; a manifest without a key does not say which run it
-            belongs to. Or everybody could replace this run by one of theirs.
+    """Checks whether other users may rename directories around the run's. PermissionRefused: they could exchange the
+    second copies, or everybody could replace this run by one of theirs.
     """
     if config.checkpoint.local_dir is not None:
         # A manifest without a key does not say which run it belongs to, so an exchanged second copy would be resumed.
+        # The nodes check it again, since this machine may not have it.
         require_safe_way(Path(config.checkpoint.local_dir), "checkpoint.local_dir")
     # From the parent up: whoever may write there can rename the run, whatever its own mode is.
     if (found := unsafe_on_the_way(Path(config.run_dir).parent)) is None:
@@ -123,18 +114,13 @@ def check_surroundings(config: RunConfig) -> list[Finding]:
 
 
 def _is_read_only(place: Path) -> bool:
-    """Returns whether the file system refuses writes."""
     flags = os.statvfs(place).f_flag
     # Root passes every access check, but a read-only or kernel file system still takes no directory.
     return bool(flags & os.ST_RDONLY) or place.is_relative_to("/proc") or place.is_relative_to("/sys")
 
 
 def group_id(config: RunConfig) -> int | None:
-    """Returns the number of the run's group; None: it has none.
-
-    Raises:
-        ConfigError: there is no such group, or the user is no member of it.
-    """
+    """Returns the number of the run's group; None: it has none. ConfigError: there is no such group of the user's."""
     if config.group is None:
         return None
     mine = {os.getegid(), *os.getgroups()}
@@ -203,16 +189,12 @@ def check_room(
     frozen: tuple[int, int] = (0, 0),
     ask: Callable[[Path, Need], Room] = room_for,
 ) -> str:
-    """Compares the free room with the room that will be needed.
+    """Compares the free room with the room that will be needed; returns a warning, empty: none.
 
     Args:
-        config: paths absolute.
         checkpoints: RUN/checkpoints; need not exist.
         committed: the checkpoints already there, newest first.
         frozen: `frozen_to_come`.
-
-    Returns:
-        A warning; empty: none.
 
     Raises:
         NoRoom: not even one checkpoint fits.
@@ -226,6 +208,7 @@ def check_room(
         # The frozen copies alone are known then: a warning, as nothing says whether a checkpoint fits beside them.
         room = ask(checkpoints, _beside(Need(bytes=0, inodes=0, basis=""), frozen))
         return "" if room.enough is not False else f"little room in {checkpoints}: {room.reason}"
+    # The frozen copies are made before the first checkpoint, which then has to fit beside them.
     num_bytes, num_files, basis = size
     room = ask(checkpoints, _beside(need_of_next(num_bytes, num_files, basis=basis), frozen))
     # None, where the file system does not report it, refuses nothing. A run without room for one could train and never
@@ -253,7 +236,7 @@ def check_room(
 
 
 def num_to_come(config: RunConfig, present: int) -> int:
-    """Returns how many more checkpoints may lie there at once, when `present` already do: at least one. Pure."""
+    """Returns how many more checkpoints may lie there at once beside `present`: at least one. Pure."""
     checkpoint = config.checkpoint
     # A guest's number of steps is known to the guest alone.
     steps = 0 if config.trainer.is_guest else config.train.steps
@@ -263,7 +246,7 @@ def num_to_come(config: RunConfig, present: int) -> int:
 
 
 def frozen_to_come(config: RunConfig, paths: RunPaths) -> tuple[int, int]:
-    """Returns (bytes, inodes) of the copies that the next start will make of models that do not train, by a stat walk.
+    """Returns (bytes, inodes) of the copies that the next start will make of models that do not train.
 
     A directory that cannot be read counts nothing.
     """
@@ -279,8 +262,9 @@ def frozen_to_come(config: RunConfig, paths: RunPaths) -> tuple[int, int]:
 
 
 def _sizes(root: Path) -> list[int]:
-    """Returns the bytes of each file below a directory; follows links as the copy does."""
+    """Returns the bytes of each file below a directory."""
     try:
+        # Follows links, as the copy does.
         return [info.st_size for info in files_below(root, follow=True).values()]
     except OSError:
         # The start says what is wrong with such a directory.
@@ -288,7 +272,6 @@ def _sizes(root: Path) -> list[int]:
 
 
 def _beside(need: Need, frozen: tuple[int, int]) -> Need:
-    """Returns `need` plus the frozen models' copies."""
     num_bytes, num_files = frozen
     if not num_files:
         return need
@@ -320,7 +303,7 @@ def checkpoint_size(config: RunConfig, committed: Sequence[CheckpointInfo]) -> t
 
 
 def _of_verl(config: RunConfig) -> tuple[int, int, str] | None:
-    """Computes the size from the files of the model that verl trains; a model that verl downloads is unknown."""
+    """Computes the size from the model's files; None also for a model that verl downloads."""
     entry, said = config.trainer.entry, user_settings(config.verl)
     settings = said_settings(said)
     model = next((one.place for one in inputs_of(entry, settings, said) if one.kind == "model"), "")

@@ -1,14 +1,9 @@
 """Asks Slurm about a job before it is queued: whether it answers, whether a partition can ever run the job, whether a
-save is in time, which nodes to stay away from, and what sbatch thinks of the very script (`sbatch --test-only`: nothing
-is queued).
+save is in time, which nodes to stay away from, and what sbatch thinks of the very script (`sbatch --test-only`:
+nothing is queued).
 
-sbatch's refusals are one sentence that names no key. `refused_keys` translates them; submission also uses it for
-sbatch's refusal of the real script.
-
-The duration of a save is that of this run's own saves. Before the first, it is the size of a checkpoint (if the model's
-files tell it) divided by the write speed that its storage has just shown. A guest saves at the end of a step. A warning
-may come when a step has just begun, so a whole step and the save after it count. The session uses the same numbers to
-decide whether to wait (`loops.reach`).
+The duration of a save is that of this run's own saves; before the first, the size of a checkpoint divided by the
+write speed that its storage has just shown. A guest saves at the end of a step, so a whole step counts as well.
 """
 
 import asyncio
@@ -48,8 +43,8 @@ from verl_slurm.submit.checks.run_directory import checkpoint_size
 from verl_slurm.submit.relative_paths import value_of
 from verl_slurm.submit.submission_plan import Cluster
 
+# slurmctld plans the start of the job for this; on a large, full cluster that takes seconds.
 _TIMEOUT_S = 20.0
-"""slurmctld plans the start of the job for this; on a large, full cluster that takes seconds."""
 _KEYS = (
     (r"\bgres\b|generic resource|trackable resource|\bTRES\b", "slurm.gpus_per_node"),
     (r"\baccount\b", "slurm.account"),
@@ -63,8 +58,8 @@ _KEYS = (
     (r"processors|\bCPUs?\b", "slurm.cpus_per_node"),
     (r"node count|\bnodes?\b", "distributed.nodes"),
 )
+# No node has all of these: sbatch does not say which one is too much.
 _OF_A_NODE = ("distributed.nodes", "slurm.cpus_per_node", "slurm.mem_mb_per_node", "slurm.gpus_per_node")
-"""No node has all of these: sbatch does not say which one is too much."""
 _REMEDIES = {
     "slurm.gpus_per_node": "`sinfo -o '%P %G'` shows the GPUs of each partition; slurm.gpus_per_node=0 asks for none",
     "slurm.extra.nodelist": "`sinfo -N` lists the nodes",
@@ -76,11 +71,11 @@ _REMEDIES = {
     "slurm.partition": "`sinfo -s` lists them",
     "distributed.nodes": "`sinfo -o '%P %D %c %m %G'` shows what there is",
 }
+# Options of `slurm.extra` that Slurm's words about a key may mean.
 _IN_EXTRA = {
     "slurm.gpus_per_node": re.compile(r"gres|gpus|.*-per-gpu|gpus-per-.*|tres-.*"),
     "slurm.mem_mb_per_node": re.compile(r"mem|mem-per-.*"),
 }
-"""Options of `slurm.extra` that Slurm's words about a key may mean."""
 _VERDICT = re.compile(r"\bJob \d+ to start at\b")
 # True now, and perhaps not when the job's turn comes: Slurm queues such a job.
 _PASSES = re.compile(
@@ -90,8 +85,8 @@ _NO_ANSWER = re.compile(
     r"contact slurm|socket timed out|communication|configuration source|fetch config", re.I
 )
 _VERDICT_OF = "sbatch --test-only"
+# Bytes of a checkpoint from which the speed of storage may matter.
 _WORTH_TRYING = 1 << 30
-"""Bytes of a checkpoint from which the speed of storage may matter."""
 # File systems of one machine. Some are exported to others, which a look at this machine cannot tell.
 _OF_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
 _OF_DISKS = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay"}
@@ -109,11 +104,7 @@ _OF_SEVERAL = (("MEMLOCK", resource.RLIMIT_MEMLOCK, "-l", math.inf),)
 
 
 def choose_cluster(wanted: Literal["auto", "slurm", "local"]) -> tuple[Cluster, str]:
-    """Returns Slurm if its commands exist, else this machine.
-
-    Returns:
-        The cluster, and a note for the user if it was chosen for them.
-    """
+    """Returns the cluster, and a note for the user if it was chosen for them."""
     if wanted != "auto":
         return wanted, ""
     # The absence of the command alone decides. A Slurm that does not answer must not start the run on a login node.
@@ -189,11 +180,7 @@ async def _ask(config: RunConfig) -> SlurmSays:
 
 
 def judge_partitions(config: RunConfig, says: SlurmSays) -> list[Finding]:
-    """Checks that a partition can ever run this job; returns those of several that cannot.
-
-    Raises:
-        SlurmRefused: all are down, too small or too short.
-    """
+    """Returns those of several partitions that can never run this job. SlurmRefused: none can."""
     several = says.partitions
     complaints = {facts.name: said for facts in several if (said := partition_complaint(config, facts))}
     told = [f"{partition}: {said}" if len(several) > 1 else said for partition, said in complaints.items()]
@@ -209,7 +196,8 @@ def judge_partitions(config: RunConfig, says: SlurmSays) -> list[Finding]:
 
 
 def _require_one_cluster(config: RunConfig, here: str) -> None:
-    """Refuses a job for another cluster than the one that answers: nothing here could see it."""
+    """Refuses a job for another cluster than the one that answers."""
+    # Nothing here could see a job of another cluster.
     wanted = {"slurm.extra.clusters": str(config.slurm.extra.get("clusters") or "")}
     wanted |= {name: os.environ.get(name, "") for name in ("SBATCH_CLUSTERS", "SLURM_CLUSTERS")}
     for where, names in wanted.items():
@@ -244,11 +232,7 @@ def partition_complaint(config: RunConfig, facts: PartitionFacts) -> str:
 
 
 def shell_notes(config: RunConfig, conf: Mapping[str, str], environ: Mapping[str, str]) -> list[Finding]:
-    """Returns what comes, or does not come, with the shell that submits to Slurm.
-
-    Args:
-        conf: `scontrol show config`.
-    """
+    """Returns what comes, or does not come, with the shell that submits. `conf`: `scontrol show config`."""
     notes = []
     if found := [
         name for name in unwanted_environment(sorted(environ), config) if name.startswith("SBATCH_")
@@ -278,11 +262,7 @@ def shell_notes(config: RunConfig, conf: Mapping[str, str], environ: Mapping[str
 
 
 def place_notes(config: RunConfig, conf: Mapping[str, str]) -> list[Finding]:
-    """Returns the paths that the job's nodes may not see as this machine does.
-
-    Args:
-        conf: `scontrol show config`.
-    """
+    """Returns the paths that the job's nodes may not see as this machine does. `conf`: `scontrol show config`."""
     places = {"run_dir": config.run_dir}
     if not config.trainer.is_guest:
         places |= {"model.path": config.model.path, "data.root": config.data.root}
@@ -311,8 +291,7 @@ def _nearest(path: Path) -> Path:
 
 
 def nodes_to_avoid(config: RunConfig, says: SlurmSays) -> tuple[tuple[str, ...], list[Finding]]:
-    """Returns the nodes that sbatch is to exclude, and what the user should know. Where Slurm does not say which other
-    nodes there are, none."""
+    """Returns the nodes that sbatch is to exclude, and what the user should know."""
     if not config.health.exclude_h:
         return (), []
     bad = recall(says.conf.get("ClusterName", ""))
@@ -332,6 +311,7 @@ def nodes_to_avoid(config: RunConfig, says: SlurmSays) -> tuple[tuple[str, ...],
 
     try:
         spared = asyncio.run(ask())
+    # Without Slurm's word on the other nodes none is excluded.
     except (SlurmMissing, NotFound) as error:
         return (), [*notes, warn(f"no bad node is excluded: {error.one_line()}")]
     notes += [warn(f"the job avoids {node.told}") for node in bad.nodes if node.node in spared]
@@ -366,6 +346,7 @@ def _behind_a_step(paths: RunPaths, saving: SaveTime | None) -> SaveTime | None:
         return None
     save_s = None if saving is None else saving.seconds
     # As if the warning came at a step's beginning, by the numbers that the session itself will decide by.
+    # A warning may come when a step has just begun.
     worst = reach(seconds_left=math.inf, running_s=0.0, steps_s=steps_s, save_s=save_s)
     save = "a save" if saving is None else f"a save of {saving.seconds:.1f} s ({saving.basis})"
     return SaveTime(
@@ -377,6 +358,7 @@ def _behind_a_step(paths: RunPaths, saving: SaveTime | None) -> SaveTime | None:
 def refused_keys(said: str) -> tuple[str, ...]:
     """Returns the configuration keys that sbatch's words are about; empty: they do not say. Pure."""
     # An option that is named, by Slurm or by the site, says more than Slurm's last sentence.
+    # sbatch's refusals are one sentence that names no key.
     if named := _named(said):
         return tuple(filter(None, map(_key_of, named)))
     if "node configuration" in said:
@@ -392,7 +374,7 @@ def refused_keys(said: str) -> tuple[str, ...]:
 
 
 def refusal(config: RunConfig, said: str) -> SlurmRefused:
-    """Returns the error for a job that sbatch refuses, with the key that it is about."""
+    """Returns the error for a job that sbatch refuses with the words `said`."""
     keys = refused_keys(said)
     # What was not asked for cannot be what is too much.
     asked = [f"{key}={_value(config, key)}" for key in keys if _value(config, key) not in (0, "unset")]
@@ -424,7 +406,6 @@ def _key_of(option: str) -> str:
 
 
 def _named(said: str) -> list[str]:
-    """Returns the options that the words name."""
     return list(dict.fromkeys(re.findall(r"(?<![\w-])--([a-z][a-z-]*[a-z])", said)))
 
 

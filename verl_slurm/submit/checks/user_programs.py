@@ -1,7 +1,6 @@
 """Looks at the user's programs without running them: a file's form, the names that it binds, what it imports.
 
-What cannot be seen from here is a finding that was skipped. The programs are those of the run, of its services and of
-its hooks, with the secrets that these are given.
+What cannot be seen from here is a finding that was skipped.
 """
 
 import ast
@@ -52,15 +51,12 @@ _MODULE = re.compile(r"[^\W\d]\w*(?:\.\w+)*")
 _PLAIN = re.compile(r"[A-Za-z_./~-][\w./=@+:~-]*")
 _HEAD_BYTES = 1024
 _FIT = good("program")
+# Errors of reading and parsing a source; `TooMuch` is a ValueError.
 _UNPARSED = (OSError, SyntaxError, ValueError, RecursionError, MemoryError)
-"""Errors of reading and parsing a source; `TooMuch` is a ValueError."""
 
 
 def check_program(config: RunConfig) -> list[Finding]:
-    """Checks `trainer.command`: that it is a Python program, that it is there, and that its imports are installed.
-
-    Args:
-        config: paths absolute.
+    """Checks that `trainer.command` (paths absolute) is a Python program, is there, and has its imports installed.
 
     Raises:
         ConfigError: another program, a launcher or a shell, an option of Python's, a module that is not there.
@@ -105,9 +101,6 @@ def check_file(config: RunConfig, path: Path, key: str) -> list[Finding]:
 
 def check_executable(config: RunConfig, words: Sequence[str], key: str) -> list[Finding]:
     """Checks a command that the kernel starts: a script's interpreter is there, and its Python parses.
-
-    Args:
-        words: the first is found in PATH.
 
     Raises:
         ConfigError: a script without an interpreter, or a module that it imports is missing.
@@ -197,7 +190,7 @@ def _no_program(words: Sequence[str], why: str) -> ConfigError:
 
 def _given_to(words: Sequence[str]) -> tuple[dict[str, str], Sequence[str]]:
     """Returns the variables that a command sets for its program, as `env` and shells do, and the words after the
-    first of these and `env`.
+    first.
     """
     end = len(words) - len(program_behind(words))
     rest = list(
@@ -242,12 +235,7 @@ def _module(config: RunConfig, words: Sequence[str]) -> list[Finding]:
 
 
 def check_module(config: RunConfig, name: str, key: str) -> list[Finding]:
-    """Checks a module that `-m` starts: it is there, parses and finds its imports.
-
-    Raises:
-        ConfigError: a module is missing.
-        DataError: it cannot be parsed.
-    """
+    """Checks a module that `-m` starts. Raises as `check_file`."""
     if found := check_modules(config, [name.partition(".")[0]], f"{key}: -m {name}"):
         return found
     entries: Sequence[str] | None = ranks_search(config)
@@ -283,11 +271,7 @@ _NOT_RUN: ContextVar[str] = ContextVar("why the ranks' Python is not run", defau
 
 @contextmanager
 def python_not_run(reason: str) -> Iterator[None]:
-    """Leaves the ranks' Python alone in all checks below, and gives the reason (`rank_environment.why_not_run`).
-
-    Args:
-        reason: empty: it is run.
-    """
+    """Leaves the ranks' Python alone in all checks below for this reason (`why_not_run`); empty: it is run."""
     token = _NOT_RUN.set(reason)
     try:
         yield
@@ -320,10 +304,8 @@ def _environ(config: RunConfig) -> dict[str, str]:
 def answer_of_ranks_python(
     config: RunConfig, program: str, text: str, timeout_s: float = 120.0
 ) -> tuple[str, str]:
-    """Runs a program of ours in the ranks' Python; returns the last line of its output, or why there is none.
-
-    Args:
-        text: its standard input.
+    """Runs a program of ours, with `text` as input, in the ranks' Python; returns its last line, or why there is
+    none.
     """
     if reason := _NOT_RUN.get():
         return "", reason
@@ -353,15 +335,10 @@ def why_unseen(config: RunConfig) -> str:
 def check_modules(
     config: RunConfig, names: Sequence[str], what: str, beside: Sequence[str] = ()
 ) -> list[Finding]:
-    """Refuses modules that the ranks' Python does not find. Imports none of them.
+    """Raises ConfigError for top-level modules, imported by `what`, that the ranks' Python does not find. Imports
+    none.
 
-    Args:
-        names: top-level modules.
-        what: imports them, for messages.
-        beside: further directories that are searched.
-
-    Raises:
-        ConfigError: one is missing.
+    `beside`: further directories that are searched.
     """
     unseen = why_unseen(config)
     if config.slurm.container is not None:
@@ -493,8 +470,9 @@ def _is_search_path(node: ast.AST) -> bool:
 
 
 def _imports(body: Sequence[ast.stmt], function: str) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Yields the imports that run in any case: those in `if` and `try` may have a way out."""
+    """Yields the imports that run in any case."""
     for node in body:
+        # Those in `if` and `try` may have a way out.
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function:
@@ -502,12 +480,9 @@ def _imports(body: Sequence[ast.stmt], function: str) -> Iterator[ast.Import | a
 
 
 def check_source(config: RunConfig, key: str, file: Path, name: str = "", package: str = "") -> list[Finding]:
-    """Checks a Python file that a program loads: it parses, binds `name`, and finds its imports.
+    """Checks a Python file that a program loads: it parses, binds `name` (empty: any), and finds its imports.
 
-    Args:
-        key: that names it, for messages.
-        name: of a function or class; empty: any.
-        package: in which the file is loaded; empty: it is loaded by itself.
+    `key` names the file, for messages; `package` is as of `check_imports`.
 
     Raises:
         ConfigError: it binds no such name, lacks a module, or has a relative import that cannot work.
@@ -552,10 +527,7 @@ def _parsed(config: RunConfig, file: Path, key: str) -> ast.Module | Finding:
 
 
 def check_services(config: RunConfig) -> list[Finding]:
-    """Checks that the programs of services are there and find what they import, and their secrets.
-
-    Args:
-        config: paths absolute.
+    """Checks that the programs of services are there and find what they import, and their secrets; paths absolute.
 
     Raises:
         ConfigError: a program, a module that it imports, or a secret is not there.
@@ -619,11 +591,7 @@ def check_secret(key: str, path: str) -> None:
 
 
 def check_hooks(config: RunConfig) -> list[Finding]:
-    """Checks that the programs of `hooks` are there and can be started, and the token is private.
-
-    Raises:
-        ConfigError, DataError, PermissionRefused: they are not.
-    """
+    """Checks that the programs of `hooks` can be started, and the token is private. Raises as `check_services`."""
     hooks, looked = config.hooks, dict[str, list[Finding]]()
     # The lead runs them, outside of an image and of what is set up for the ranks.
     plain = msgspec.structs.replace(config, slurm=SlurmConfig())

@@ -1,8 +1,6 @@
 """Checks a run of verl before anything is queued, for errors that would otherwise show after its wait in the queue.
 
-On each of these, verl itself would crash on every node and at every start, or, worse, train on. The rules for its data
-are those of verl 0.9: `RLHFDataset`, `MultiTurnSFTDataset` and the reward managers. What a user's own code decides is
-not known here, and is said to be so.
+The rules for its data are those of verl 0.9: `RLHFDataset`, `MultiTurnSFTDataset` and the reward managers.
 """
 
 import ast
@@ -61,8 +59,8 @@ from verl_slurm.verl.reshard.dividing import ranks_python
 from verl_slurm.verl.step_layout import is_distributed, step_of, way_out
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# Keys of YAML files that name classes, under `class_name` or `_target_`.
 _OF_CLASSES = ("tool_config_path", "agent_loop_config_path", "interaction_config_path")
-"""Keys of YAML files that name classes, under `class_name` or `_target_`."""
 # What decides on a training: words → key.
 _TRAINED: dict[Entry, dict[str, str]] = {
     "ppo": {
@@ -100,10 +98,10 @@ except Exception as error:
     found, key = str(cause), str(error).partition("full_key: ")[2]
 print(json.dumps([found, key]))
 """
+# Those of verl's own that give `data_source` and the ground truth to a function.
 _MANAGERS = ("naive", "dapo", "gdpo", "remote", "rate_limited")
-"""Those of verl's own that give `data_source` and the ground truth to a function."""
+# Estimators of verl's that compare the responses to one prompt.
 _OF_GROUPS = re.compile("(grpo|rloo|opo|gpg|gdpo|(tir_)?optimal_token|reinforce_plus_plus_baseline).*")
-"""Estimators of verl's that compare the responses to one prompt."""
 _SUFFIXES = (".parquet", ".json", ".jsonl")
 _ROLLOUT = "actor_rollout_ref.rollout"
 _SOURCE, _TRUTH = "data_source", "reward_model.ground_truth"
@@ -190,15 +188,15 @@ def _installed(entry: Entry) -> list[Finding]:
 
 @contextmanager
 def _passing_over(*names: str) -> Iterator[None]:
-    """Has an error name what is not looked at because of it."""
     try:
         yield
     except VerlSlurmError as error:
+        # It names what is not looked at because of it.
         raise together([error], names) from error.__cause__
 
 
 def _trained(entry: Entry, settings: Mapping[str, Any], said: Mapping[str, Setting]) -> str:
-    """Returns what decides on a training, in one line. `(default)` follows each value that is verl's own."""
+    """Returns what decides on a training, in one line; `(default)` follows each value that is verl's own."""
     given = {setting.key for setting in said.values()}
     words = []
     for text, key in _TRAINED[entry].items():
@@ -262,7 +260,6 @@ def _check_data(
 
 
 def _judged_by_verl(config: RunConfig, composed: Composed) -> list[Finding]:
-    """Has verl itself judge its settings, in the ranks' Python."""
     answer, unseen = answer_of_ranks_python(config, _JUDGED_BY_VERL, composed.as_yaml())
     found = key = ""
     try:
@@ -284,11 +281,7 @@ def _judged_by_verl(config: RunConfig, composed: Composed) -> list[Finding]:
 def _composed(
     config: RunConfig, paths: RunPaths, said: Mapping[str, Setting], refused: list[ConfigError]
 ) -> tuple[Composed, list[str], list[ConfigError]]:
-    """Composes verl's settings, its own defaults included; returns them, notes, and what is wrong.
-
-    Args:
-        refused: what is known to be wrong already; all of it is said at once.
-    """
+    """Composes verl's settings, its defaults included; returns them, notes, and what is wrong, `refused` included."""
     entry, notes = config.trainer.entry, list[str]()
     if not config.trainer.command:  # a recipe has files of its own, and may read more keys
         former, notes = unread_additions(entry, said.values())
@@ -328,7 +321,6 @@ def _counts(entry: Entry, settings: Mapping[str, Any], key: str) -> bool:
 
 
 def _check_engines(config: RunConfig, settings: Mapping[str, Any]) -> list[Finding]:
-    """Refuses an engine whose package the ranks' Python does not have."""
     found = list[Finding]()
     for key, name in verl_inputs.engines_of(settings).items():
         if package := verl_inputs.ENGINES.get(name):
@@ -343,7 +335,6 @@ def _check_engines(config: RunConfig, settings: Mapping[str, Any]) -> list[Findi
 
 
 def _check_file(config: RunConfig, file: verl_inputs.CodeFile) -> list[Finding]:
-    """Checks a file of code or settings that verl reads."""
     where = f"verl.{file.key}"
     # verl gives its default to the new key alone: with the former one the name is empty, and each start fails.
     inside = config.slurm.container is not None
@@ -380,7 +371,6 @@ def _check_file(config: RunConfig, file: verl_inputs.CodeFile) -> list[Finding]:
 
 
 def _check_classes(config: RunConfig, where: str, place: Path) -> list[Finding]:
-    """Looks for the modules of the classes that a file of settings names."""
     try:
         text = read_regular(place, CONFIG, follow=True).decode()
         yaml: Any = YAML(typ="safe", pure=True)
@@ -392,6 +382,7 @@ def _check_classes(config: RunConfig, where: str, place: Path) -> list[Finding]:
             where=f"{where}: {place}",
             found=str(error).partition("\n")[0],
         ) from None
+    # Of the classes that it names, the modules are looked for.
     names = re.findall(r"""["']?(?:class_name|_target_)["']?\s*:\s*["']?([A-Za-z_]\w*)\.[\w.]+""", text)
     unseen = skipped(f"whether the classes that {place} names are there")
     return [good(f"{where}: {place.name}"), *check_modules(config, names, str(place)), unseen]
@@ -400,8 +391,8 @@ def _check_classes(config: RunConfig, where: str, place: Path) -> list[Finding]:
 def check_ranks(config: RunConfig, paths: RunPaths, committed: Sequence[CheckpointInfo]) -> str:
     """Refuses a number of ranks among which the start could not divide the checkpoint; returns a note if it will.
 
-    verl reads a checkpoint back with exactly as many ranks as wrote it, so the start divides it (`verl.reshard`). Here
-    the same plan is made by the ranks' Python, if nothing on the nodes changes it, of bytes that are not verified yet.
+    The ranks' Python makes the start's plan (`verl.reshard`), if nothing on the nodes changes it, of bytes that are
+    not verified yet.
 
     Raises:
         ConfigError: the reason, and the way out.
@@ -420,6 +411,7 @@ def check_ranks(config: RunConfig, paths: RunPaths, committed: Sequence[Checkpoi
         return ""
     path, step, ranks = chosen
     now = config.distributed.world_size
+    # verl reads a checkpoint back with exactly as many ranks as wrote it.
     if ranks in (None, now):
         return ""
     own = path / f"global_step_{step}"
@@ -471,9 +463,7 @@ def _end_late(deadline_s: float, _num_bytes: int) -> None:
 
 
 def _require_fewer(config: RunConfig, settings: Mapping[str, Any]) -> list[Finding]:
-    """Refuses `distributed.min_nodes` where verl could not go on with each number of nodes that it allows. verl finds
-    out at a start, and the run would end at its first lost node.
-    """
+    """Refuses `distributed.min_nodes` where verl could not go on with each number of nodes that it allows."""
     entry, policy = config.trainer.entry, "actor_rollout_ref"
     if config.distributed.min_nodes is None:
         return []
@@ -494,6 +484,7 @@ def _require_fewer(config: RunConfig, settings: Mapping[str, Any]) -> list[Findi
             f"{policy}.rollout.tensor_model_parallel_size",
             f"{policy}.actor.ulysses_sequence_parallel_size",
         ]
+    # verl finds out at a start: the run would end at its first lost node.
     for nodes in allowed_nodes(config):
         ranks = nodes * config.distributed.ranks_per_node
         wrong = [f"{key}={at(key)}" for key, times in products.items() if at(key) * times % ranks]
@@ -515,7 +506,7 @@ def _require_fewer(config: RunConfig, settings: Mapping[str, Any]) -> list[Findi
 
 
 def _elsewhere(path: Path) -> tuple[Path, int, int] | None:
-    """Returns a checkpoint of another run. An unreadable manifest is left to the lead, which reports what is wrong."""
+    """Returns path, step and ranks of a checkpoint of another run; None: unreadable."""
     if step_of(path.name) is not None and not (path / MANIFEST).exists():
         raise ConfigError(
             "a checkpoint of plain verl has to be taken over first",
@@ -527,6 +518,7 @@ def _elsewhere(path: Path) -> tuple[Path, int, int] | None:
     try:
         # Its numbers alone: the lead verifies every byte before it resumes from there.
         manifest = read_manifest(path)
+    # Left to the lead, which reports what is wrong.
     except (OSError, VerlSlurmError):
         return None
     return path, manifest.step, manifest.world_size
@@ -547,8 +539,9 @@ def _require_named(entry: Entry, said: Mapping[str, Setting]) -> None:
 
 
 def _require_beside(entry: Entry) -> None:
-    """Requires what verl's trainer imports, of a release whose imports are known; another one may need others."""
+    """Requires what verl's trainer imports."""
     # find_spec imports none of them.
+    # Of a release whose imports are known; another one may need others.
     missing = [pip for module, pip in _BESIDES[entry].items() if importlib.util.find_spec(module) is None]
     if missing:
         raise ConfigError(
@@ -560,18 +553,14 @@ def _require_beside(entry: Entry) -> None:
 
 
 def check_input(one: verl_inputs.Input) -> str:
-    """Raises DataError if the input does not exist; else returns a note about it.
-
-    Args:
-        one: with an absolute path, if it is on a file system.
-    """
+    """Raises DataError if the input does not exist; else returns a note about it. A path is absolute."""
     place = Path(one.place).expanduser()
     # From what cannot be looked at here to what must exist: a URL and a name of the hub look like relative paths.
     if verl_inputs.is_remote(one.place):
         return f"verl.{one.key}: {one.place} is not on a file system; nobody looked whether it is there"
     if one.kind == "model" and not place.exists() and _HUB_NAME.fullmatch(one.place):
         return f"verl.{one.key}: {one.place} is taken for a name of the Hugging Face hub, which every node must reach"
-    # A relative path that exists was made absolute before (`inputs.absolute`), since verl's workers run elsewhere.
+    # One that exists was made absolute before (`relative_paths.absolute`), since verl's workers run elsewhere.
     if not place.is_absolute():
         raise DataError(
             "a relative path of verl's leads nowhere",
@@ -615,11 +604,12 @@ def _check_model(one: verl_inputs.Input, place: Path) -> None:
 
 
 def _check_sizes(entry: Entry, settings: Mapping[str, Any]) -> list[str]:
-    """Refuses a mini-batch that is larger than its batch: verl would end at its first update. Returns notes."""
+    """Refuses a mini-batch that is larger than its batch; returns notes."""
     batch = value_at(settings, "data.train_batch_size")
     roles = ["actor_rollout_ref.actor", *(["critic"] if verl_inputs.with_critic(entry, settings) else [])]
     for role in roles if entry == "ppo" and isinstance(batch, int) else []:
         size = value_at(settings, f"{role}.ppo_mini_batch_size")
+        # verl would end at its first update.
         if isinstance(size, int) and size > batch:
             raise ConfigError(
                 "a mini-batch of verl's is larger than the batch",
@@ -643,12 +633,7 @@ def _check_rows(
     *,
     begun: bool,
 ) -> list[Finding]:
-    """Checks the files of `data.train_files` or `data.val_files` that are on this machine.
-
-    Args:
-        inputs: of the key, each of which exists or is elsewhere.
-        begun: the run has trained on this data: missing shards are a note.
-    """
+    """Checks the files of a key that are on this machine; once the run has `begun`, missing shards are a note."""
     places = [Path(one.place).expanduser() for one in inputs]
     where, there = f"verl.{key}", [place for place in places if place.exists()]
     if not there:
@@ -785,7 +770,7 @@ def _refuse_rows(entry: Entry, where: str, rows: Rows, messages: str, reward: _R
 
 
 def _refuse_too_few(config: RunConfig, settings: Mapping[str, Any], rows: Rows) -> None:
-    """Refuses fewer rows than one batch: verl drops what does not fill one, and would take no step."""
+    """Refuses fewer rows than one batch."""
     sizes = {key: value_at(settings, f"data.{key}") for key in ("train_batch_size", "gen_batch_size")}
     most = value_at(settings, "data.train_max_samples")
     num = min(rows.rows, most) if isinstance(most, int) and most > 0 else rows.rows
@@ -794,6 +779,7 @@ def _refuse_too_few(config: RunConfig, settings: Mapping[str, Any], rows: Rows) 
             continue
         if config.trainer.entry == "sft":  # its ranks cut both down to what they can divide
             size -= size % config.distributed.world_size
+        # verl drops what does not fill one, and would take no step.
         if (rows.whole or num < rows.rows) and num < size:
             raise ConfigError(
                 "verl has fewer rows than one batch, so it would take no step",
@@ -826,13 +812,12 @@ def _refuse_unrewarded(config: RunConfig, where: str, rows: Rows) -> list[Findin
 
 
 def _rewards_of_verl(config: RunConfig) -> tuple[set[str], tuple[str, ...]] | None:
-    """Returns the data sources that the installed verl has rewards for: whole, and how they begin. It is read and not
-    imported; None: it is not there, or is not written as in the releases that are known.
-    """
+    """Returns the data sources that the installed verl has rewards for: whole, and how they begin; None: unknown."""
     search = ranks_search(config)
     spec = PathFinder.find_spec("verl", search) if search else None
     for folder in (spec.submodule_search_locations or []) if spec is not None else []:
         try:
+            # Read and not imported. It may not be written as in the releases that are known.
             tree = ast.parse(
                 read_regular(Path(folder) / "utils/reward_score/__init__.py", SOURCE, follow=True)
             )
