@@ -99,7 +99,6 @@ def read_record(paths: RunPaths, *, to_look: bool = False) -> CodeRecord | None:
     Raises:
         PermissionRefused: others could have written it.
         DataError: it cannot be read, or another version wrote it.
-        OSError: storage does not answer.
     """
     try:
         fd = bounded.open_regular(paths.code_record)
@@ -129,11 +128,7 @@ def read_record(paths: RunPaths, *, to_look: bool = False) -> CodeRecord | None:
 
 
 def files_of(paths: RunPaths, digest: str) -> dict[str, FileDigest]:
-    """Returns the files of a copy by relative path, from its list, which its digest proves.
-
-    Raises:
-        DataError: it is missing, or not the list of this digest.
-    """
+    """Returns the files of a copy by relative path. Raises DataError if their list is gone or was changed."""
     found = recorded_tree(paths.code, digest)
     if found is None:
         path = paths.code_files(digest)
