@@ -99,6 +99,7 @@ def read_record(paths: RunPaths, *, to_look: bool = False) -> CodeRecord | None:
     Raises:
         PermissionRefused: others could have written it.
         DataError: it cannot be read, or another version wrote it.
+        OSError: storage does not answer.
     """
     try:
         fd = bounded.open_regular(paths.code_record)

@@ -35,7 +35,9 @@ class Program(NamedTuple):
 
 
 def programs_of(config: RunConfig, search: Sequence[str] = ()) -> list[Program]:
-    """Returns the programs that exist. `search`: where the ranks' Python looks for modules."""
+    """Returns the programs that exist, of a configuration with absolute paths. `search`: the directories in which the
+    ranks' Python looks for modules.
+    """
     found = []
     trainer, reward = config.trainer, parse_reward(config.model.reward)
     if module := module_of(config):

@@ -72,6 +72,7 @@ class Ledger:
 
     Raises:
         SegmentHeld: another process holds this segment and does not end.
+        OSError: it cannot be opened.
     """
 
     def __init__(self, paths: RunPaths, attempt: int, rank: int, *, keys: Keyring | None = None) -> None:

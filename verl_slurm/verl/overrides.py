@@ -154,7 +154,7 @@ def _of_config_name(word: str) -> str:
 
 
 def own_settings(entry: Entry, own: OwnSettings, said: Mapping[str, Setting]) -> list[Setting]:
-    """Returns a start's settings for verl, which follow `said`; this wins where a run needs none."""
+    """Returns a start's settings for verl, to follow `said`; some only where `said` lacks their key."""
     ours: dict[str, Any] = {
         # An attempt's own directory: what a fenced one still writes harms no later one.
         "trainer.default_local_dir": str(own.save_dir),

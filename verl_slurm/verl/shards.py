@@ -108,7 +108,7 @@ def step_bytes(path: Path) -> int:
 
 
 def judge_all(directory: Path, *, on_bytes: OnBytes = lambda _: None) -> list[Judged]:
-    """Judges every step of one directory of verl, newest first, each also against the contents of its neighbours.
+    """Judges every step of one directory of verl, newest first, each also beside its neighbours. Raises OSError.
 
     Args:
         on_bytes: told how many more bytes were read; one call at a time.

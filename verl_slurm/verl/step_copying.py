@@ -2,9 +2,8 @@
 link.
 
 A clone (reflink: XFS, Btrfs, bcachefs, some NFS) takes no space and is as independent as a copy. A hard link takes none
-either, but is the same file. If plain verl runs again on the old directory and saves that step again, torch.save
-truncates and rewrites it, and with it our checkpoint. The digests show that, but the checkpoint is lost. So a link is
-made only on request.
+either, but is the same file, and made only on request. If plain verl saves that step again in the old directory,
+torch.save truncates and rewrites it, and with it our checkpoint. The digests show that, but the checkpoint is lost.
 """
 
 import errno

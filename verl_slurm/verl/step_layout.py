@@ -16,9 +16,8 @@ DIR/global_step_N/data.pt                   position of the data loader; SFT: da
 DIR/global_step_N/transfer_queue/           asynchronous trainers: prompts in flight, as pickles
 ```
 
-With another number of ranks verl looks for `model_world_size_W_rank_0.pt` and finds none; `verl.reshard` divides the
-shards anew. verl's own merger (`python -m verl.model_merger merge`) makes a Hugging Face model of the weights alone, in
-bfloat16.
+With another number of ranks verl finds no `model_world_size_W_rank_0.pt`; `verl.reshard` divides the shards anew.
+verl's merger (`python -m verl.model_merger merge`) makes a Hugging Face model of the weights alone, in bfloat16.
 """
 
 import re

@@ -84,9 +84,8 @@ def inputs_of(entry: Entry, settings: Mapping[str, Any], said: Mapping[str, Sett
 
 
 def data_of(config: RunConfig) -> DataPlace | None:
-    """Returns the data whose fingerprint tells whether it is still that of the first start: `data.root`, or the files
-    that the settings of a run of verl name. None: there is no `data.root`, and verl names no local path outside of an
-    image.
+    """Returns the data whose fingerprint tells whether it is still that of the first start: `data.root`, or the
+    absolute paths that verl's settings name outside of an image; None: neither is there.
     """
     root = data_root(config)
     # What an image brings is not seen from outside of it.

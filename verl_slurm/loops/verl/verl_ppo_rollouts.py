@@ -105,7 +105,7 @@ class Rollouts:
 
         Raises:
             CheckpointCorrupt: verl has found another step there, or no position in the data.
-            DataError: it does not say where in the data.
+            DataError: its positions.json cannot be read.
         """
         resume = self._session.resume
         # verl begins with step 0, or with the first prompt, where it finds nothing, and says so in its log alone.

@@ -44,7 +44,10 @@ def resume_point(config: RunConfig, paths: RunPaths, name: str) -> tuple[Path, i
 
 
 def start_settings(config: RunConfig, paths: RunPaths, attempt: int, resume: Path | None) -> Composed:
-    """Composes verl's settings for an attempt that begins from `resume` (`resume_point`).
+    """Composes verl's settings for an attempt.
+
+    Args:
+        resume: from `resume_point`; None: from the start.
 
     Raises:
         ConfigError: verl does not take a setting, or a run cannot.

@@ -153,6 +153,7 @@ def require_fsdp(source: DivisionSource, ranks: int) -> None:
     Raises:
         ConfigError: it is none.
         CheckpointCorrupt: files are missing or contradict each other.
+        OSError: it cannot be read.
     """
     step = source.step
     names = [*files_below(step)]

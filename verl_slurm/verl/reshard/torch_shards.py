@@ -662,6 +662,7 @@ def divide(step: DividedStep, target: Path, on_bytes: Callable[[int], None]) -> 
     Raises:
         CheckpointCorrupt: the ranks disagree about what they all hold, or the copy is not the same.
         Unclear: a flat parameter is filled up with other numbers than 0.
+        OSError: the storage refused.
     """
     whole, after = sha256(), step.after
     entries = [
