@@ -30,11 +30,7 @@ def file_digest(path: str) -> str:
 
 
 def pin_image(config: RunConfig) -> RunConfig:
-    """Returns the configuration with the digest of the image's file in it.
-
-    Raises:
-        ConfigError, OSError: as `check_image`.
-    """
+    """Returns the configuration with the digest of the image's file in it. Errors as `check_image`."""
     container = config.slurm.container
     if container is None or not container.is_file:
         return config

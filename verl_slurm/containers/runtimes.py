@@ -139,16 +139,7 @@ def agents_inside(config: RunConfig) -> bool:
 
 
 def contained_ranks_argv(config: RunConfig, gpus: Gpus, control: str, launcher: Sequence[str]) -> list[str]:
-    """Returns the command of an agent outside.
-
-    Args:
-        gpus: of this node.
-        control: the agent's control directory.
-        launcher: Python and its arguments, as outside of a container.
-
-    Raises:
-        ConfigError: `mounts`.
-    """
+    """Returns the command of an agent outside. `launcher`: as outside of a container. Errors as `mounts`."""
     container = config.slurm.container
     assert container is not None
     inside = ["verl_slurm.containers.inside", control, container.workdir, container.python, *launcher[1:]]
@@ -156,14 +147,8 @@ def contained_ranks_argv(config: RunConfig, gpus: Gpus, control: str, launcher: 
 
 
 def contained_argv(config: RunConfig, module: Sequence[str], *places: str, gpus: Gpus = "") -> list[str]:
-    """Returns the command of a module of ours inside; for agents the words of srun, and their command.
-
-    Args:
-        module: its name and its arguments.
-        places: that it writes to, besides those of the run.
-
-    Raises:
-        ConfigError: `mounts`.
+    """Returns the command of a module of ours inside; for agents the words of srun, and their command. It may write to
+    `places` besides those of the run. Errors as `mounts`.
     """
     container = config.slurm.container
     assert container is not None
@@ -184,7 +169,7 @@ def mounts(config: RunConfig, *more: str) -> list[Mount]:
     """Returns what is mounted, sorted: the run's and the second copy's directory, `binds`, and inputs read-only.
 
     Args:
-        config: paths absolute, with a container.
+        config: paths absolute.
         more: further places to write to, e.g. the agent's control directory.
 
     Raises:
@@ -242,12 +227,7 @@ def _of_guest(config: RunConfig) -> list[str]:
 
 
 def probe_argv(config: RunConfig, inside: Sequence[str]) -> list[str]:
-    """Returns a command that looks, and then becomes a module of ours.
-
-    Args:
-        config: with a container.
-        inside: the module, and its arguments.
-    """
+    """Returns a command that looks, and then becomes a module of ours: `inside`, with its arguments."""
     container = config.slurm.container
     assert container is not None
     packages = [*RANK_PACKAGES, *(() if config.trainer.is_guest else OWN_PACKAGES)]

@@ -1,7 +1,6 @@
 """The common part of the callbacks of Hugging Face and Lightning: the session, the saver, and how a run ends.
 
-The framework owns the loop and its own checkpoint files, and calls us at the end of each step, on every rank. Without a
-daemon (`Session.has_daemon`) a callback leaves the framework alone, and no saver is made.
+Without a daemon (`Session.has_daemon`) a callback leaves the framework alone, and no saver is made.
 """
 
 import sys
@@ -28,7 +27,6 @@ class Served:
         session: default: the one that this process's environment describes.
 
     Attributes:
-        session: the line to the daemon.
         resume: the framework's argument to resume from; None: from the start.
     """
 
@@ -65,7 +63,6 @@ class Served:
 
         Args:
             needed: a file that it must contain to be of this framework.
-            whose: the framework's name, for people.
 
         Raises:
             ConfigError: it is of another loop, or of another number of ranks.
@@ -82,11 +79,7 @@ class Served:
         return resume / guest_directory("loop", manifest.step)
 
     def _begin(self, step: int, total: int, metadata: Mapping[str, object]) -> StepEndSaver:
-        """Makes the saver at the start of the training, once the framework has its process group. Collective.
-
-        Raises:
-            ConfigError: there was a training before.
-        """
+        """Makes the saver at the start of the training, once the framework has its process group. Collective."""
         # Both would number their checkpoints from step 1, and a start could not tell which one to go on with.
         if self._closed or self._saver is not None:
             raise ConfigError(
@@ -109,7 +102,6 @@ class Served:
         """Returns the checkpoint to go on from, which is the daemon's choice wherever there is one.
 
         Args:
-            own: what the program gives as `argument`, of the framework's `train` or `fit`.
             looked_up: `own` has the framework look for a checkpoint; at a run's first start there is none of it.
         """
         # A path stays at a first start: `StepEndSaver.begin` refuses a training that does not begin with step 0.
@@ -134,11 +126,7 @@ class Served:
         raise SystemExit(0)
 
     def _close(self, *, broken: bool = False) -> None:
-        """Ends the session: no more requests or reports.
-
-        Args:
-            broken: other ranks may be anywhere: skips all collective work.
-        """
+        """Ends the session; without collective work if it is `broken`: other ranks may be anywhere."""
         # Taken away first: hooks that the framework still calls find no saver and do nothing.
         self._closed = True
         saver, self._saver = self._saver, None
@@ -147,13 +135,10 @@ class Served:
 
 
 def require_served(unserved: Iterable[tuple[object, str, str]]) -> None:
-    """Refuses settings that a daemon cannot serve.
+    """Raises ConfigError if a setting is set that a daemon cannot serve.
 
     Args:
         unserved: for each, whether it is set, how, and what to do.
-
-    Raises:
-        ConfigError: one is.
     """
     for is_set, found, remedy in unserved:
         if is_set:

@@ -8,17 +8,13 @@ trainer = Trainer(model, args, train_dataset=data, callbacks=[service])
 service.train(trainer)          # in place of trainer.train(): resumes by itself; asked to stop, the process ends here
 ```
 
-The checkpoints are the Trainer's own, `checkpoint-N` as it writes them. They go into the work directory of this attempt
-(`args.output_dir` points there while it trains). Each is moved into one of our checkpoints as soon as it is complete.
-So the Trainer's rotation finds none to delete, and `checkpoint.keep_last` sets how many stay. A save happens when the
-Trainer itself would save (`save_strategy`), each `checkpoint.every_steps`, at the last step, and when the daemon asks.
+The checkpoints are the Trainer's own, `checkpoint-N`. They go into the work directory of this attempt
+(`args.output_dir` points there while it trains), and each is moved into one of our checkpoints as soon as it is
+complete. A save happens when the Trainer itself would save (`save_strategy`), each `checkpoint.every_steps`, at the
+last step, and when the daemon asks. What TRL's trainers leave out is saved beside (`trl_state`).
 
-One of TRL's trainers loses more in its own checkpoints than others do: its completions and its place in the data. They
-are saved beside (`trl_state`).
-
-Without a daemon the callback does nothing, and `service.train(trainer)` is `trainer.train()`.
-
-docs/guests-frameworks.md says where a resumed run equals an undisturbed one, and where it differs.
+Without a daemon `service.train(trainer)` is `trainer.train()`. docs/guests-frameworks.md says where a resumed run
+equals an undisturbed one, and where it differs.
 """
 
 import functools
@@ -73,11 +69,7 @@ class _NothingLeft(Exception):
 class VerlSlurmCallback(Served, TrainerCallback):
     """See the module. A user's script makes one on every rank; `Served` describes its use as a context.
 
-    Args:
-        session: default: the one that this process's environment describes.
-
     Attributes:
-        session: the line to the daemon.
         resume: the verified checkpoint's directory, as `Trainer.train(resume_from_checkpoint=...)` takes it; None: from
             the start.
         stopped: the daemon asked to stop, and the training did.
@@ -103,10 +95,8 @@ class VerlSlurmCallback(Served, TrainerCallback):
     def train(
         self, trainer: Trainer, resume_from_checkpoint: str | bool | None = None, **options: Any
     ) -> TrainOutput:
-        """Runs `trainer.train(**options)`, resumed from the run's newest state.
-
-        Args:
-            resume_from_checkpoint: what a script gives `Trainer.train`; the daemon's checkpoint takes its place.
+        """Runs `trainer.train(**options)`, resumed from the run's newest state instead of from
+        `resume_from_checkpoint`.
 
         Returns:
             The result of `Trainer.train`. If an earlier attempt did the last step: its step, and no metrics.
@@ -193,11 +183,6 @@ class VerlSlurmCallback(Served, TrainerCallback):
             self._output_dir, args.output_dir = args.output_dir or "", str(saver.work)
 
     def _require_served(self, args: TrainingArguments) -> None:
-        """Refuses a training that cannot be served.
-
-        Raises:
-            ConfigError: it is such a one.
-        """
         if self._trainer is None:
             raise ConfigError(
                 "the Trainer was started without VerlSlurmCallback.train: it would not be resumed, and would not end "
@@ -209,9 +194,7 @@ class VerlSlurmCallback(Served, TrainerCallback):
         require_served(_unserved(args))
 
     def _begin_again(self, args: TrainingArguments, state: TrainerState) -> StepEndSaver:
-        """Serves the Trainer's loop from its beginning once more: with `auto_find_batch_size`, after a batch that did
-        not fit.
-        """
+        """Serves the Trainer's loop once more: with `auto_find_batch_size`, after a batch that did not fit."""
         saver = self._saver
         assert saver is not None
         self._give_back_strategy(args)
@@ -230,14 +213,8 @@ class VerlSlurmCallback(Served, TrainerCallback):
         return saver
 
     def _restore_callbacks(self, state: TrainerState, *, say: bool) -> bool:
-        """Puts back what callbacks have saved, which the Trainer itself does only if it is asked to.
-
-        Args:
-            say: what is not kept is said.
-
-        Returns:
-            Whether the training had ended by early stopping.
-        """
+        """Puts back what callbacks have saved; returns whether the training had ended by early stopping."""
+        # The Trainer itself does this only if it is asked to (`restore_callback_states_from_checkpoint`).
         assert self._trainer is not None
         callbacks = self._trainer.callback_handler.callbacks
         stored: Any = state.stateful_callbacks or {}  # annotated as the list that it is made from
@@ -329,14 +306,13 @@ class VerlSlurmCallback(Served, TrainerCallback):
             self._strategy, args.save_strategy = args.save_strategy, SaveStrategy.STEPS
 
     def _fits(self, saver: StepEndSaver, request: SaveRequest) -> bool:
-        """Returns whether there is time for the evaluation that is due. The same on all ranks: each knows its own clock
-        only.
-        """
+        """Returns whether there is time for the evaluation that is due; the same on all ranks."""
         if request.seconds_left is None:
             return True
         # Never measured: taken for too long. A lost evaluation is said and can be repeated; a lost step costs more.
         measured = self._evaluation_s
         needed = math.inf if measured is None else measured * _EVALUATION_MARGIN + (self.session.save_s or 0)
+        # Each rank knows its own clock only.
         # One rank's no counts for all: an evaluation has collectives of its own.
         return saver.ranks.max([int(needed > request.seconds_left)]) == [0]
 
@@ -461,10 +437,10 @@ class VerlSlurmCallback(Served, TrainerCallback):
 
 @functools.cache  # torch sorts what is registered, and two of one priority it cannot
 def _know_cpus_by_number() -> None:
-    """Works around device names on CPUs: accelerate 1.15 calls its device `cpu:0`, and the Trainer has optimizers
-    loaded to it, but torch 2.13 knows `cpu` only. No training of several ranks on CPUs could be resumed.
-    """
+    """Makes a resume of several ranks on CPUs possible."""
 
+    # accelerate 1.15 calls its device `cpu:0`, and the Trainer has optimizers loaded to it; torch 2.13 knows `cpu`
+    # only.
     def restore(storage: Any, location: str) -> Any:
         # None leaves every other location to torch's own restorers.
         return storage if location.startswith("cpu:") else None

@@ -8,17 +8,14 @@ trainer = lightning.Trainer(max_steps=1000, callbacks=[service])
 service.fit(trainer, model, ResumableDataLoader(data, batch_size=8, shuffle=True))   # in place of trainer.fit(...)
 ```
 
-A checkpoint is the output of `Trainer.save_checkpoint`, as `lightning.ckpt`, and a small file per rank beside it: the
-random generators, which Lightning does not save, and the place in the data. It is saved where all of a step is done:
-after the batch; after the validation that this batch triggers; between two epochs. Being a `Checkpoint`, the callback
-replaces the `ModelCheckpoint` that Lightning adds by itself; one of the user's own keeps working.
+A checkpoint is the output of `Trainer.save_checkpoint`, as `lightning.ckpt`, and a small file per rank beside it: its
+random generators and its place in the data. It is saved where all of a step is done: after the batch; after the
+validation that this batch triggers; between two epochs. Being a `Checkpoint`, the callback replaces the
+`ModelCheckpoint` that Lightning adds by itself; one of the user's own keeps working. Under a daemon Lightning's signal
+handlers are disabled, including its own requeueing.
 
-Under a daemon Lightning's signal handlers are disabled, including its own requeueing. Slurm's TERM is a warning to the
-daemon, not an end, and only one program may requeue a job.
-
-Without a daemon the callback does nothing, and `service.fit(trainer, ...)` is `trainer.fit(...)`.
-
-docs/guests-frameworks.md says where a resumed run equals an undisturbed one, and where it differs.
+Without a daemon `service.fit(trainer, ...)` is `trainer.fit(...)`. docs/guests-frameworks.md says where a resumed run
+equals an undisturbed one, and where it differs.
 """
 
 import csv
@@ -60,9 +57,8 @@ class ResumableDataLoader(DataLoader[Any]):
     over one epoch at a time.
 
     Its output follows from the generators at its epoch's start (order, seeds of workers) and the draws of dataset and
-    collate function. So a resume restores those generators, loads the batches that were trained on once more and drops
-    them, and restores the generators of the save. Of several ranks Lightning saves the first one's state only; `_Place`
-    has the others'.
+    collate function, so a resume loads the batches that were trained on once more. Of several ranks Lightning saves the
+    first one's state only; `_Place` has the others'.
 
     Attributes:
         epoch_began: the generators at the start of the running or last epoch; None: none began.
@@ -74,10 +70,9 @@ class ResumableDataLoader(DataLoader[Any]):
     _to_resume: tuple[int, Generators, Generators] | None = None
 
     def resume(self, served: int, epoch_began: Generators, then: Generators) -> None:
-        """Makes the next epoch continue one that was begun before.
+        """Makes the next epoch continue one of which `served` batches were trained on.
 
         Args:
-            served: batches of it that were trained on.
             epoch_began: the generators at its start.
             then: the generators after those batches, and after the work on them.
         """
@@ -155,10 +150,8 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
     Args:
         every_n_steps: optimizer steps between two checkpoints; default: `checkpoint.every_steps` of the run. The last
             step, and the one that the daemon asks for, are always saved.
-        session: default: the one that this process's environment describes.
 
     Attributes:
-        session: the line to the daemon.
         resume: the verified checkpoint's file, as `Trainer.fit(ckpt_path=...)` takes it; None: from the start.
     """
 
@@ -209,9 +202,9 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
             self._finish()
 
     def _leave_out_finders(self, trainer: Trainer) -> None:
-        """Takes out what looks for a learning rate before the training: it would train on, and put its own state in the
-        place of the checkpoint's, whose optimizer has the rate that was found.
-        """
+        """Takes out what looks for a learning rate before the training."""
+        # It would train on, and put its own state in the place of the checkpoint's, whose optimizer has the rate that
+        # was found.
         for callback in [*trainer.callbacks]:
             if getattr(type(callback), "on_fit_start", None) is LearningRateFinder.on_fit_start:
                 trainer.callbacks.remove(callback)
@@ -381,11 +374,7 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
     # ---- what they have in common
 
     def _save(self, trainer: Trainer, *, in_epoch: bool, last: bool = False) -> None:
-        """Saves where a save is due. If the job ends, this process exits, unless the training is done.
-
-        Raises:
-            SystemExit: with 0: the daemon asked to stop.
-        """
+        """Saves where a save is due. If the job ends, raises SystemExit(0), unless the training is done."""
         saver, step = self._saver, self._step
         assert saver is not None
         if not self._due:
@@ -442,9 +431,9 @@ def _directories(trainer: Trainer) -> list[str]:
 
 
 def _go_on_logging(trainer: Trainer, place: _Place, *, is_first: bool) -> None:
-    """Has each logger go on where it was: by itself each start takes a new `version_N`, and a `ModelCheckpoint`, whose
-    directory lies in it, then forgets its best. Before a logger is used for the first time.
-    """
+    """Has each logger go on where it was. Before a logger is used for the first time."""
+    # By itself each start takes a new `version_N`, and a `ModelCheckpoint`, whose directory lies in it, then forgets
+    # its best.
     for logger, version in zip(trainer.loggers, place.versions, strict=False):
         # None: the user has given none, and the logger has not looked for the next one yet.
         if getattr(logger, "_version", "") is None:
@@ -454,13 +443,14 @@ def _go_on_logging(trainer: Trainer, place: _Place, *, is_first: bool) -> None:
 
 
 def _keep_rows(logger: CSVLogger, step: int) -> None:
-    """Keeps the rows of steps before `step`. The logger's first use removes the file of an earlier attempt."""
+    """Keeps the rows of steps before `step`."""
     path = Path(logger.log_dir) / "metrics.csv"
     try:
         with open(path, newline="") as file:
             rows = [row for row in csv.DictReader(file) if int(row["step"]) < step]
     except (OSError, KeyError, TypeError, ValueError, csv.Error):
         return  # none, or not one of its own
+    # The logger's first use removes the file of an earlier attempt.
     writer = logger.experiment
     if rows:
         # As if this process had logged them.
@@ -506,10 +496,9 @@ def _validates_now(trainer: Trainer) -> bool:
 
 
 def _ignore_warnings(trainer: Trainer) -> None:
-    """Restores the daemon's settings from our start: TERM, USR1 and CONT are its business.
-
-    Lightning handles TERM itself, in every environment, and then ends with an error at the end of a batch.
-    """
+    """Has TERM and USR1 ignored, as the daemon set them: they are its business."""
+    # Lightning handles TERM itself, in every environment, and then ends with an error at the end of a batch. To the
+    # daemon TERM is a warning and not an end, and only one program may requeue a job.
     # Python allows signal handlers to be set in the main thread alone.
     if threading.current_thread() is threading.main_thread():
         # USR1 is what Lightning requeues at; TERM is what Slurm sends to every process when a preemption begins.

@@ -91,10 +91,7 @@ class Leaves:
 
 
 class Objects:
-    """The objects of a loop's state, by the names that the loop gave.
-
-    Args:
-        named: objects by name; None: left out.
+    """The objects of a loop's state, by the names that the loop gave; None is left out.
 
     Raises:
         ConfigError: something that has no state, or an optimizer of sharded parameters without its model.
@@ -301,7 +298,7 @@ def _refused(path: str, found: str) -> ConfigError:
 
 
 def _require_keys(value: Mapping[Any, Any], path: str) -> None:
-    """Refuses two keys that give the same path: 1 and `1`."""
+    """Refuses keys that are neither text nor int, our mark, and two that give the same path: 1 and `1`."""
     names = [str(key) for key in value]
     # Exact types: any other key would need its class at the resume.
     strange = [key for key in value if type(key) not in (str, int)]
@@ -310,8 +307,7 @@ def _require_keys(value: Mapping[Any, Any], path: str) -> None:
 
 
 def encode_state(objects: Objects) -> tuple[bytes, Leaves]:
-    """Returns the tree of the objects' state, as it will lie in a file, and its tensors: they share memory with the
-    training.
+    """Returns the tree of the state, as it will lie in a file, and its tensors, which share memory with the training.
 
     Raises:
         ConfigError: it cannot be saved.
@@ -403,7 +399,6 @@ def load_state(
     Args:
         domain: of `take_state`, in its place in the checkpoint.
         states: the directory of the checkpoint that has the ranks' states; empty: its own.
-        near: as in `save.ranks.loader.read_tensors`.
 
     Raises:
         RanksFailed: it does not fit the objects of some rank, or another number of ranks wrote it and each had state

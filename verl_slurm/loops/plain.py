@@ -7,14 +7,11 @@ with verl_slurm.run(model=model, optimizer=optimizer, scheduler=scheduler) as ru
         run.log(loss=loss)
 ```
 
-After every step the ranks agree whether a save was requested: one all-reduce of four numbers on the CPU. Then all save
-at the same step, and the lead verifies the checkpoint. If the job ends, SystemExit(0) leaves the loop: code after it
-runs for a finished run only. The next attempt begins with the saved state, generators and step, and its numbers are
-those of an undisturbed run. docs/guests.md states the requirements.
+After every step the ranks agree whether a save was requested: one all-reduce of four numbers on the CPU. If the job
+ends, SystemExit(0) leaves the loop: code after it runs for a finished run only. docs/guests.md states the requirements.
 
-A loop may also run without a daemon, under torchrun or alone, into a directory of the user's choice. Then there are no
-save requests, no verification of saves and no restarts. So rank 0 does what a lead does at a start: it takes the run's
-attempt, sweeps the remains of dead processes, and finds the newest checkpoint that verifies.
+Without a daemon, under torchrun or alone, rank 0 does what a lead does at a start: it takes the run's attempt, sweeps
+the remains of dead processes, and finds the newest checkpoint that verifies. Saves are not verified then.
 """
 
 import os
@@ -217,10 +214,9 @@ class LoopRun:
         rng.restore(self._generators)
 
     def steps(self, total: int) -> Iterator[int]:
-        """Yields the numbers of the remaining steps of `total`, from 0; saves after each where that is due.
-
-        Leaves by SystemExit(0) where the job is to end. After the last step the state is saved. The run counts as done
-        when the `with` block is left without an error.
+        """Yields the numbers of the remaining steps of `total`, from 0; saves after each where that is due, and after
+        the last. Leaves by SystemExit(0) where the job is to end. The run counts as done when the `with` block is left
+        without an error.
         """
         self._start(total)
         if self._generators is not None and self.step < total:
@@ -242,8 +238,7 @@ class LoopRun:
         self._metrics |= metrics
 
     def step_done(self, step: int, total: int = 0, **metrics: object) -> None:
-        """Records that `step` whole steps are done; saves where that is due, and sets `stopping`. Collective. `steps`
-        calls it.
+        """Records that `step` whole steps are done; saves where that is due, and sets `stopping`. Collective.
 
         Args:
             total: number of steps in all; 0: as given before.

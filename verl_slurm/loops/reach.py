@@ -1,9 +1,7 @@
 """Decides whether the running step can end, and be saved, before the deadline. Pure.
 
 A guest saves at the end of a step only: in the middle of one, only its own code knows its state. A step of RL takes
-minutes and a grace period seconds, so often the answer is no. Then each second of waiting is lost, because the last
-checkpoint counts anyway. Measurements decide. Without any, the answer is yes: waiting costs the rest of a grace period,
-leaving costs the step.
+minutes and a grace period seconds, so often the answer is no. Measurements decide; without any, the answer is yes.
 """
 
 from collections.abc import Sequence
@@ -18,11 +16,7 @@ _SAVE_MARGIN = 1.5
 
 @dataclass(frozen=True, kw_only=True)
 class Reach:
-    """The decision. `reason`: one line for people.
-
-    Attributes:
-        needed_s: seconds until the save would be done; None: nothing was measured.
-    """
+    """The decision, one line for people, and the seconds until the save would be done (None: not reckoned)."""
 
     ok: bool
     reason: str

@@ -1,9 +1,7 @@
 """A training loop's line to the daemon: its reports, the requests to it, and the facts of its run. No torch.
 
-Each speaking process of a loop has one `Session`, including our own trainer's ranks (`trainer.reporter` adds their own
-reports). It reports that it lives, each step's end, each save, that it stops as asked, that it is done
-(`wire.messages`). A guest, a loop that is not ours, opens its session by `Session.open`. That sends the first message,
-so open it before any heavy import.
+Each speaking process of a loop has one `Session`, including our own trainer's ranks. A guest, a loop that is not ours,
+opens its session by `Session.open`. That sends the first message, so open it before any heavy import.
 
 The environment set by the agent describes this process (`wire.environment`): VERL_SLURM_CONTROL (the agent's
 directory), VERL_SLURM_RUN, VERL_SLURM_ATTEMPT, VERL_SLURM_RESUME (the checkpoint that the lead has verified, by name;
@@ -41,15 +39,12 @@ class Session:
     """One speaking process of a training loop.
 
     Args:
-        line: to the agent; `NoDaemon`: there is none.
-        paths: the run's; None: there is no run.
         clock: monotonic seconds, for the time that steps take.
 
     Attributes:
         rank, world_size: among those that speak.
-        attempt: the attempt of this process; 0 without a run.
+        attempt: 0 without a run.
         resume: the verified checkpoint to resume from; None: from the start.
-        has_daemon: a daemon listens.
         step: whole steps done, as reported here.
         save_s: seconds of the last save, until it was committed; None: there was none.
         safe_points: passed so far. The daemon tells a hang by a count that stands still.
@@ -94,7 +89,6 @@ class Session:
         threads are (`faulthandler`), and makes its files for its own user alone (umask 077).
 
         Args:
-            environ: default: this process's.
             rank, world_size: default: RANK and WORLD_SIZE, or the only one.
             lifeline: False: the parent of this process is not its launcher (Ray's workers).
 
@@ -129,11 +123,7 @@ class Session:
 
     @property
     def paths(self) -> RunPaths:
-        """The run's paths.
-
-        Raises:
-            ConfigError: there is none: VERL_SLURM_RUN is not set.
-        """
+        """The run's paths; raises ConfigError if there is no run."""
         if self._paths is None:
             raise ConfigError(
                 "there is no run to save into",
@@ -144,9 +134,7 @@ class Session:
 
     def started(self, step: int = 0, total: int = 0) -> None:
         """Reports that the loop begins after `step` steps, of `total` (0: unknown). From here on it can be asked to
-        save.
-
-        If Slurm ends the job before that, the ranks are ended at once: none of them could save.
+        save; before, Slurm's end of the job ends the ranks at once.
         """
         self.step, self._step_began = step, self._clock()
         self.tell_progress(step, {}, total=total)
@@ -158,7 +146,7 @@ class Session:
         raises.
 
         Args:
-            metrics: of the step; values that are not finite numbers are left out.
+            metrics: values that are not finite numbers are left out.
             total: number of steps in all; 0: unknown.
         """
         # A monotonic clock: a corrected wall clock would give a step of minutes, and `reach` would refuse every
@@ -176,11 +164,7 @@ class Session:
             self.notice(problem, loud=True)
 
     def log_step(self, row: Mapping[str, float]) -> str:
-        """Writes a row of `RUN/steps.jsonl`, by rank 0. Never raises: it informs, and nothing depends on it.
-
-        Returns:
-            Once, the reason why there are no rows from here on, for people. Empty: all is well.
-        """
+        """Writes a row of `RUN/steps.jsonl`, by rank 0; returns once why there are no more rows. Never raises."""
         if not self._logs_steps:
             return ""
         if not self._has_row:
@@ -189,6 +173,7 @@ class Session:
             remember_imports(self.paths)
         try:
             append_step(self.paths, self.attempt, dict(row))
+        # It informs, and nothing depends on it.
         except OSError as error:
             self._logs_steps = False
             return f"no rows in steps.jsonl from here on: {error}"
@@ -202,8 +187,7 @@ class Session:
     def request(self) -> messages.SaveRequest | None:
         """Returns the newest request that was not answered here. Costs one memory read.
 
-        The same on all ranks of a node, but not at the same moment on all nodes: agree on it (`wire.stopping.Stopper`,
-        over `line`).
+        Nodes see it at different moments: agree on it (`wire.stopping.Stopper`, over `line`).
         """
         # The page goes on showing a request after its answer; the number tells a new one from an answered one.
         asked = self.line.request()
@@ -223,7 +207,6 @@ class Session:
         """Reports that this rank begins to save the state after `step`. Every rank calls it.
 
         Args:
-            request_id: 0: there was no request.
             safe_point: of the running step; 0: at its beginning.
         """
         said = messages.SaveStarted(rank=self.rank, request_id=request_id, step=step, safe_point=safe_point)
@@ -245,12 +228,10 @@ class Session:
         on_shared: bool = True,
         problem: str = "",
     ) -> None:
-        """Reports that the checkpoint `name` is committed. Every rank calls it; rank 0 tells the daemon.
+        """Reports that the checkpoint `name` is committed (`RankSaved`). Every rank calls it; rank 0 tells the daemon.
 
         Args:
             request_id: 0: a periodic save.
-            reason: why it was made, for people.
-            on_shared, problem: as in `wire.messages.RankSaved`.
         """
         # On every rank, also where rank 0 alone sends: `request` must give all ranks of the run the same answer.
         self._answered = max(self._answered, request_id)
@@ -270,9 +251,7 @@ class Session:
             self.line.send(said)
 
     def saved_on_nodes(self, request_id: int, done: "SavedCheckpoint") -> None:
-        """Reports that the nodes' disks have the checkpoint, independent of its outcome on shared storage. From any
-        thread.
-        """
+        """Reports that the nodes' disks have the checkpoint; shared storage may not. From any thread."""
         # The daemon keeps it as the answer, in case shared storage never gets the save.
         if self.rank == 0:
             self.line.send(
@@ -298,9 +277,7 @@ class Session:
         self.line.send(messages.Stopped(rank=self.rank, request_id=request_id))
 
     def finished(self, step: int) -> None:
-        """Reports that this rank has done all steps. Every rank calls it, once: all ranks done is the end of the
-        run.
-        """
+        """Reports, once, that this rank has done all steps: the run ends when all ranks have."""
         self.line.send(messages.Finished(rank=self.rank, step=step))
 
     def refused(
@@ -319,11 +296,9 @@ class Session:
         )
 
     def ended_by(self, error: BaseException) -> None:
-        """Reports the error that ends this rank's loop, if another start would end in the same way.
-
-        All others are crashes, errors of a framework and of the user's code among them: the daemon counts them and
-        starts again.
-        """
+        """Reports the error that ends this rank's loop, if another start would end in the same way."""
+        # All others are crashes, errors of a framework and of the user's code among them: the daemon counts them and
+        # starts again.
         # Of a failure of several ranks, this rank's own decides.
         if isinstance(error, VerlSlurmError) and not restart_may_help(own := underlying(error)):
             self.refused(own)
@@ -343,12 +318,7 @@ class Session:
             line.close()
 
     def tell_progress(self, step: int, metrics: Mapping[str, float], **facts: Any) -> None:
-        """Reports where this rank is: `step` whole steps are done.
-
-        Args:
-            metrics: of a step that has just ended.
-            facts: further fields of `Progress`; by default the rank is between two steps.
-        """
+        """Reports where this rank is. `facts`: fields of `Progress` where it is not between two steps."""
         told: dict[str, Any] = {"phase": "step_end", "index": 0, "new_rollouts": 0} | facts
         points = self.safe_points
         progress = messages.Progress(

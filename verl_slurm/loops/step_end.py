@@ -12,14 +12,12 @@ save        SaveStarted
 leave       Stopped, where the request says so                the loop, which then ends
 ```
 
-A `Store` is our own saver (`loops.plain`), or `files`, which moves and hashes what a framework has written.
+A `Store` is our own saver (`loops.plain`), or `files`, which moves and hashes what a framework has written. What it
+returns a thread may do beside the next steps (`beside`), over its own group, for a periodic save alone: a requested
+save and the last one are committed when `save` returns.
 
-What a store returns a thread may do beside the next steps (`beside`), over its own group. It does so for a periodic
-save alone: a requested save and the last one are committed when `save` returns.
-
-The loop looks at its control page at the ends of steps alone. If a step takes longer than the time left, each second of
-waiting is lost. So a thread (`ReachWatch`) looks four times a second while a step runs, and answers for the loop if its
-end will come too late. It polls because the page is memory, and a write to it notifies no reader.
+The loop looks at its control page at the ends of steps alone. A thread (`ReachWatch`) looks four times a second while a
+step runs, and answers for the loop if its end will come too late.
 """
 
 import shutil
@@ -61,11 +59,9 @@ class ReachWatch:
     """A thread of rank 0.
 
     Args:
-        session: asked for its request and its measurements; told when the answer is no.
-        busy: whether a save is in progress. A no ends the ranks at once, and that save with them. So the watcher waits
-            for it, as long as the daemon allows, and judges the request then.
+        busy: whether a save is in progress: the request is judged after it.
         leaves: whether the loop can save the last step's end and leave where it is. It looks for the request itself
-            then, and this thread refuses nothing.
+            then.
     """
 
     def __init__(
@@ -101,6 +97,8 @@ class ReachWatch:
         with self._lock:
             # Read from shared memory, without a collective: this thread runs while the loop is anywhere in its step.
             request = self._session.request()
+            # A no ends the ranks at once, and a save in progress with them: it waits for that, as long as the daemon
+            # allows.
             if request is None or request.request_id <= self._judged or self._busy() or self._leaves():
                 return
             # Once: a second look could take back what the loop was promised. A step that outlasts all others is
@@ -141,10 +139,7 @@ class _Keeper:
         return self._watch.room
 
     def saved(self, done: SavedCheckpoint, *, tidy: bool = True) -> None:
-        """A checkpoint is committed: let older ones go. Never raises for what cannot be removed.
-
-        Args:
-            tidy: False: the job ends, and the next start will do it.
+        """Counts a committed checkpoint and lets older ones go, unless `tidy` is False: the next start does it then.
 
         Raises:
             Fenced: a newer attempt owns the run.
@@ -162,11 +157,11 @@ class _Keeper:
         # A fenced start has to end: the run and its checkpoints belong to a newer attempt.
         except Fenced:
             raise
+        # What cannot be removed is said, and stops nothing.
         except OSError as error:
             self._session.notice(f"older checkpoints cannot be removed: {error}", topic="storage", loud=True)
 
     def failed(self, reason: str) -> None:
-        """Records a failed save."""
         self._tell(self._watch.failed(reason))
 
     def close(self) -> None:
@@ -217,15 +212,12 @@ class StepEndSaver:
     Without a daemon there are no requests; without a run nothing is saved. Every method may still be called.
 
     Args:
-        session: this rank's.
         ranks: all that speak, over a CPU group.
-        guest: the kind of checkpoint.
         step: whole steps done.
         world_size: ranks that the files are for; None: those that speak.
         metadata: for people, in each checkpoint.
         texts: further small files of the checkpoint of a step (`checkpoint.store.loop_checkpoint.commit_tree`).
-        beside: periodic saves are committed beside the next steps. A save without room is not begun, because the
-            framework would die of the full disk.
+        beside: periodic saves are committed beside the next steps. A framework's save without room is not begun.
         any_ranks: the loop can go on with another number of ranks.
         by_our_saver: it is saved by that, and not by a framework.
 
@@ -295,6 +287,7 @@ class StepEndSaver:
             # Collective, so no rank writes before the remains of a dead start are gone: they could mix with its
             # files.
             ranks.first_does("preparing to save", lambda: clear_work(session.paths, session.attempt))
+        # A framework would die of the full disk.
         self._skips_full = beside and not by_our_saver
         # One worker: commits must stay in the order of their steps.
         self._pool = ThreadPoolExecutor(1, "verl-slurm-commit") if beside else None
@@ -303,8 +296,7 @@ class StepEndSaver:
         self._pending: Future[RanksFailed | None] | None = None
 
     def begin(self, step: int, total: int) -> None:
-        """Reports that the loop continues after `step` of `total` steps (0: unknown). From here on it may be asked to
-        save. Called again where a framework begins its loop again.
+        """Reports that the loop continues after `step` of `total` steps (0: unknown), also where it begins once more.
 
         Raises:
             ConfigError: the loop begins at another step than the checkpoint that it was given.
@@ -333,18 +325,12 @@ class StepEndSaver:
             )
 
     def step_done(self, step: int, metrics: Mapping[str, object], total: int = 0) -> None:
-        """Reports that `step` whole steps are done.
-
-        Args:
-            total: as in `begin`; 0: as given there.
-        """
+        """Reports that `step` whole steps are done. `total` 0: as given to `begin`."""
         self._total = total or self._total
         self.session.step_done(step, metrics, self._total)
 
     def asked(self) -> SaveRequest | None:
-        """Returns the daemon's request at the end of this step, on all ranks alike; again until it is answered.
-        Collective.
-        """
+        """Returns the daemon's request, on all ranks alike, until it is answered. Collective, each step."""
         # All ranks hold the same `request`, so either all of them enter the collective or none.
         if self.request is None and self.session.has_daemon:
             self.request = self._stopper.agree().request
@@ -367,10 +353,8 @@ class StepEndSaver:
         return self.asked() is not None
 
     def begins(self, step: int) -> None:
-        """Marks the begin of the save of `step`. A framework that writes by itself calls this before; otherwise `save`
-        does.
-
-        It follows the step's `step_done`: from here to the next safe point the daemon waits as long as storage takes.
+        """Marks the begin of the save of `step`, after its `step_done`. A framework that writes by itself calls this
+        before; otherwise `save` does.
         """
         # `saving` before the message: from here on the watcher must not end the ranks in the middle of this save.
         self.saving, self._announced = True, step
@@ -389,14 +373,12 @@ class StepEndSaver:
     ) -> RanksFailed | None:
         """Makes a checkpoint of `step`; answers the open request. Collective.
 
-        A failed save is reported and loses nothing else: the previous checkpoint counts, and training goes on. A step
-        that has a checkpoint is not written again: the answer names that one. The last save is tried again if it fails
-        (`LAST_TRIES_S`): without it all steps since the one before would be done again.
+        A failed save is reported, and the previous checkpoint counts. A step that has a checkpoint is not written
+        again: the answer names that one. The last save is tried again if it fails (`LAST_TRIES_S`).
 
         Args:
-            metrics: of the step; values that are not finite numbers are left out.
+            metrics: values that are not finite numbers are left out.
             why: reason for a save that is neither requested nor the last one, for people.
-            last: after the last step.
             began: `time.monotonic` when a framework began to write by itself; None: `store` writes.
 
         Returns:
@@ -409,6 +391,7 @@ class StepEndSaver:
             return None
         once = partial(self._save_once, step, store, metrics, why, last)
         failure = once(began)
+        # Without the last save all steps since the one before would be done again.
         # What a framework has written by itself is gone with its failed commit.
         for pause_s in LAST_TRIES_S if last and began is None else ():
             if failure is None:
@@ -516,11 +499,7 @@ class StepEndSaver:
         return self.settle() if must else None
 
     def settle(self) -> RanksFailed | None:
-        """Waits until the previous save is committed, or known to have failed.
-
-        Raises:
-            Fenced: as `save`.
-        """
+        """Waits until the previous save is committed, or known to have failed. Raises Fenced as `save`."""
         try:
             return None if self._pending is None else self._pending.result()
         finally:
@@ -532,11 +511,7 @@ class StepEndSaver:
         self.session.stopped(self.stopping.request_id)
 
     def end(self) -> None:
-        """Ends the loop's saves: no more steps follow. May be called twice.
-
-        Raises:
-            Fenced: as `save`.
-        """
+        """Ends the loop's saves: no more steps follow. May be called twice. Raises Fenced as `save`."""
         if self._watch is not None:
             # Before the last commit is waited for: the watcher could refuse a request that nobody can answer any
             # more.
@@ -549,10 +524,8 @@ class StepEndSaver:
             self._keeper.close()
 
     def close(self, *, broken: bool = False) -> None:
-        """Ends the loop's saves, its reports, and the group of `own_ranks`. Collective, unless it is broken.
-
-        Args:
-            broken: other ranks may be anywhere.
+        """Ends the loop's saves, its reports, and the group of `own_ranks`. Collective, unless other ranks may be
+        anywhere (`broken`).
         """
         # Before the session: a commit that is still running reports its end over it.
         self.end()
@@ -648,9 +621,6 @@ def seal_own(root: Path, names: Callable[[], Sequence[str]], ranks: Collective) 
 
     Args:
         names: of its files, below `root`.
-
-    Returns:
-        Nothing on the other ranks: the manifest is rank 0's.
 
     Raises:
         RanksFailed: some rank could not.

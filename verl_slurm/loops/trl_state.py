@@ -58,11 +58,7 @@ _SETTINGS = (
 
 
 class TrlState:
-    """See the module. Of one trainer, on every rank.
-
-    Args:
-        trainer: one of TRL's.
-    """
+    """See the module. Of one trainer of TRL's, on every rank."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer

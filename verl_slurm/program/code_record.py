@@ -129,11 +129,7 @@ def read_record(paths: RunPaths, *, to_look: bool = False) -> CodeRecord | None:
 
 
 def files_of(paths: RunPaths, digest: str) -> dict[str, FileDigest]:
-    """Returns the files of a copy by relative path, from its list, which its digest proves.
-
-    Raises:
-        DataError: it is missing, or not the list of this digest.
-    """
+    """Returns the files of a copy by relative path. Raises DataError if their list is gone or was changed."""
     found = recorded_tree(paths.code, digest)
     if found is None:
         path = paths.code_files(digest)

@@ -21,11 +21,7 @@ _IMPORTED = (".py", ".pyc", ".so", ".pth")
 
 
 def read_tree(root: Path, names: Sequence[str]) -> Fingerprint:
-    """Reads and hashes these files.
-
-    Raises:
-        ConfigError: one cannot be read.
-    """
+    """Reads and hashes these files. Raises ConfigError if one cannot be read."""
     try:
         files = _read(root, names, link_text)
         unread = next((name for name in names if name not in files), None)
@@ -42,11 +38,7 @@ def read_tree(root: Path, names: Sequence[str]) -> Fingerprint:
 
 
 def _read(root: Path, names: Iterable[str], text_of: Callable[[Path, Path], str]) -> dict[str, FileDigest]:
-    """Reads these files; those that are gone or no files any more are left out.
-
-    Args:
-        text_of: the text of the link of that path in `root`.
-    """
+    """Reads these files but those that are gone, or no files any more. `text_of`: of a link in `root`."""
     # Links by themselves: what they lead to is no part of the tree, or is one already.
     plain, files = [], {}
     for name in names:
@@ -62,11 +54,8 @@ def _read(root: Path, names: Iterable[str], text_of: Callable[[Path, Path], str]
 
 
 def copy_tree(paths: RunPaths, root: Path, tree: Fingerprint) -> str:
-    """Copies these files into the run, and returns the digest. A copy that is there already stays if it is whole,
-    and is set aside if it is not. The run's lock is held: no other process writes there.
-
-    Args:
-        tree: from `read_tree`.
+    """Copies these files into the run, and returns the digest. A copy that is there already stays if it is whole, and
+    is set aside if it is not. The run's lock is held: no other process writes there.
 
     Raises:
         Fenced, OSError: as `store_tree`.
@@ -83,10 +72,8 @@ def copy_tree(paths: RunPaths, root: Path, tree: Fingerprint) -> str:
 
 
 def check_copy(paths: RunPaths, digest: str) -> list[str]:
-    """Reads a copy back, every byte, and removes Python's caches in it: they could stand for other sources.
-
-    Returns:
-        Further files in it that Python could import in the place of a submitted one.
+    """Reads a copy back, every byte, and removes Python's caches in it. Returns further files in it that Python could
+    import in the place of a submitted one.
 
     Raises:
         DataError: a file is missing or not what was submitted.

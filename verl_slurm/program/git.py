@@ -106,12 +106,10 @@ def _may_pass(mark: Path) -> bool:
 
 def files_in(root: Path, closed: list[str], depth: int = 0) -> list[str]:
     """Lists the files below `root` that git tracks, and those that it neither tracks nor ignores; in submodules, too.
+    Raises ConfigError if git does not answer.
 
     Args:
         closed: gets the directories of repositories inside this one that are other users', and that git does not open.
-
-    Raises:
-        ConfigError: git does not answer.
     """
     with _reader(root) as ask:
         answer = ask("ls-files", "-z", "--cached", "--others", "--exclude-standard")
@@ -158,13 +156,8 @@ def _is_dirty(submodule: Path, depth: int) -> bool:
 
 
 def diff_of(root: Path, names: Sequence[str]) -> bytes | None:
-    """Returns the difference of these tracked files from the commit; None: it is longer than 16 MiB, or git cannot make
-    it, as in a partial clone: nothing is fetched.
-
-    Of a file that was removed it says so, without what was in it.
-
-    Args:
-        names: the files that are copied. Of any other, nothing is recorded.
+    """Returns the difference of these tracked files, those that are copied, from the commit. Of a file that was removed
+    it says so, without what was in it. None: it is longer than 16 MiB, or git cannot make it.
     """
     head = _git(root, "rev-parse", "--verify", "-q", "HEAD").decode().strip()
     copied = set(names)
@@ -181,6 +174,7 @@ def diff_of(root: Path, names: Sequence[str]) -> bytes | None:
             try:
                 part = ask(*_DIFF, *quiet, head, "--", *wanted[first : first + 500], most=MOST_DIFF - size)
             except ConfigError:
+                # As in a partial clone: nothing is fetched.
                 return None
             data.append(part)
             size += len(part)
@@ -209,9 +203,7 @@ def _changed(ask: Callable[..., bytes], root: Path, head: str) -> list[str]:
 
 
 def is_lfs_pointer(path: Path) -> bool:
-    """Returns whether a file is what a clone has in the place of a file's content, where Git LFS did not bring that.
-    False also for one that cannot be read.
-    """
+    """Returns whether a file stands for content that Git LFS did not bring; False if it cannot be read."""
     try:
         fd = open_regular(path, follow=True)
         try:
@@ -235,11 +227,7 @@ def _holds(root: Path, name: str, digest: str) -> bool:
 
 @contextmanager
 def _reader(root: Path) -> Iterator[Callable[..., bytes]]:
-    """Gives a function that asks git in `root`, with a configuration of ours.
-
-    Raises:
-        ConfigError: git does not open the repository.
-    """
+    """Gives a function that asks git in `root`, with a configuration of ours. Raises ConfigError."""
     paths = ("--git-path", "index", "--git-path", "objects", "--git-path", "info")
     lines = _git(root, "rev-parse", "--show-toplevel", *paths, "--show-object-format").split(b"\n")
     if len(lines) != 6:
@@ -326,12 +314,7 @@ def _run(
 
 
 def _read(git: "subprocess.Popen[bytes]", most: int) -> tuple[bytes, bytes]:
-    """Reads what git writes until it has ended.
-
-    Raises:
-        TooMuch: there are more than `most` bytes.
-        TimeoutError: git does nothing, or takes too long.
-    """
+    """Reads what git writes until it ends. Raises TooMuch; TimeoutError if it does nothing, or takes too long."""
     assert git.stdout is not None
     assert git.stderr is not None
     answer, errors = bytearray(), bytearray()

@@ -66,14 +66,12 @@ def list_code(
     ask_git: bool = True,
     former: Collection[str] | None = None,
 ) -> Listing:
-    """Lists the files of `root` that are copied.
+    """Lists the files of `root`, a path without links, that are copied.
 
     Args:
-        root: without links.
         left_out: files and directories that are none of the code, without links.
         ask_git: False: all files, whether or not git ignores them; hidden ones are left out then.
-        former: the files of the run that goes on with this tree. New ones that are no source are left out: a program
-            that has not changed wrote them beside itself.
+        former: the files of the run that goes on with this tree. New ones that are no source are left out.
 
     Raises:
         ConfigError: it is a home directory or the like, has too many files, is too large, has a name that is not
@@ -95,6 +93,7 @@ def list_code(
         names += _included(root, pattern, left_out)
     outputs: list[str] = []
     if former is not None:
+        # Written by a program that has not changed, beside itself.
         outputs = sorted(name for name in {*names} if name not in former and not name.endswith(_SOURCE))
     sizes: dict[str, int] = {}
     special, outside = [], []

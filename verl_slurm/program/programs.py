@@ -35,11 +35,8 @@ class Program(NamedTuple):
 
 
 def programs_of(config: RunConfig, search: Sequence[str] = ()) -> list[Program]:
-    """Returns the programs that exist.
-
-    Args:
-        config: paths absolute.
-        search: the directories in which the ranks' Python looks for modules.
+    """Returns the programs that exist, of a configuration with absolute paths. `search`: the directories in which the
+    ranks' Python looks for modules.
     """
     found = []
     trainer, reward = config.trainer, parse_reward(config.model.reward)
@@ -92,18 +89,13 @@ def _module(key: str, name: str, search: Sequence[str]) -> list[Program]:
 
 
 def is_ours(place: str) -> bool:
-    """Returns whether that directory is the one from which this package is imported, or below it. No copy takes its
-    place: ranks and daemon have to be of one version, also after an upgrade between two attempts.
-    """
+    """Returns whether a directory is the one from which this package is imported, or below it."""
+    # No copy takes its place: ranks and daemon have to be of one version, also after an upgrade between two attempts.
     return Path(place).resolve().is_relative_to(_OURS)
 
 
 class Moves:
-    """Maps places in the user's trees to their copies. Reads nothing.
-
-    Args:
-        record: None: nothing was copied.
-    """
+    """Maps places in the user's trees to their copies. Without a record nothing was copied."""
 
     def __init__(self, paths: RunPaths, record: CodeRecord | None) -> None:
         self._code, self._record = paths.code, record or CodeRecord()

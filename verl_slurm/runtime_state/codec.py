@@ -33,9 +33,6 @@ def encode(state: RuntimeState) -> bytes:
 def decode(data: bytes, *, where: object = "runtime state") -> RuntimeState:
     """Returns the state in `data`. Arrays are fresh and writable.
 
-    Args:
-        where: named in an error.
-
     Raises:
         CheckpointCorrupt: it is not whole, not canonical, too large, or of another version.
     """
@@ -47,7 +44,7 @@ def peek(data: bytes, *, where: object) -> tuple[StateHead, dict[str, dict[str, 
     """Reads the head of a runtime-state file: what it says, and the shapes of its arrays by group and name.
 
     Args:
-        data: the first HEAD_BYTES of the file. Its arrays may take 2 GiB.
+        data: the first HEAD_BYTES of the file.
 
     Raises:
         CheckpointCorrupt: it is not canonical, or of another version.
@@ -58,12 +55,7 @@ def peek(data: bytes, *, where: object) -> tuple[StateHead, dict[str, dict[str, 
 
 def facts(read: Read, num_bytes: int, *, where: object) -> dict[str, object]:
     """Lists everything in a runtime-state file for a comparison: name → value; for an array its dtype, shape and
-    SHA-256.
-
-    Needs some MB, however large its arrays are.
-
-    Raises:
-        CheckpointCorrupt: as `decode`.
+    SHA-256. Needs some MB, however large its arrays are. Raises CheckpointCorrupt as `decode`.
     """
     head, arrays = digests(read, num_bytes, StateHead, where=where)
     # As bytes: then NaN equals itself, and 0.0 differs from -0.0.

@@ -2,13 +2,12 @@
 written.
 
 After `append` returns, the kernel holds the record: no SIGKILL, crash or OOM of this process loses it. It is on the
-disk (fdatasync) after the next `append`, `settle`, `compact` or `close` returns: the sync of a record runs while the
-next micro-batch is sampled. A power cut or the loss of a node therefore loses at most the newest record of a rank, the
-one whose sync is under way. The next of these calls raises the error of a failed sync.
+disk (fdatasync) after the next `append`, `settle`, `compact` or `close` returns, which raises the error of a failed
+sync. A power cut or the loss of a node therefore loses at most the newest record of a rank.
 
-After SIGKILL the run loads its newest verified checkpoint and replays the journaled rollouts of the later steps, so no
-rollout is generated twice. After the loss of a node, at most one micro-batch of each rank is. A segment belongs to one
-rank of one attempt. Its owner alone writes it, under a lock that the kernel drops when the owner dies.
+After SIGKILL the run loads its newest verified checkpoint and replays the journaled rollouts of the later steps. A
+segment belongs to one rank of one attempt. Its owner alone writes it, under a lock that the kernel drops when the owner
+dies.
 
 Losing a record costs time and nothing else: sampling noise is counter-based, so a repeated rollout is the same rollout.
 That is why a reader may choose to continue over damage (and must report it).
@@ -57,10 +56,7 @@ class PackedRecord(NamedTuple):
 
 
 def entry(step: int, micro_batch: int, arrays: Arrays, fields: object = None) -> PackedRecord:
-    """Packs a record.
-
-    Args:
-        fields: what its head says besides its arrays; None for a rollout.
+    """Packs a record. `fields`: what its head says besides its arrays; None for a rollout.
 
     Raises:
         ValueError: an array the format does not know, or a record above MAX_RECORD_BYTES.
@@ -104,40 +100,28 @@ class Ledger:
     def append(self, step: int, micro_batch: int, arrays: Arrays) -> int:
         """Writes one finished micro-batch after the previous one is durable, and begins to make it durable, too.
 
-        Returns:
-            The bytes written.
-
         Args:
             step: the step it belongs to (whole steps done before it).
             micro_batch: its global index in the step, over all ranks.
             arrays: the rollout batch. No array at all: the earlier record of this name is taken back.
 
-        Raises:
-            ValueError: an array the format does not know, or a record above MAX_RECORD_BYTES.
-            OSError: the disk refused, and this record is not written. A failed write may be repeated. After a failed
-                fsync of the previous record the kernel may have dropped its pages: what can be read goes into a new
-                file first, which is tried once a minute.
-        """
-        return self.append_many([entry(step, micro_batch, arrays)])
-
-    def append_many(self, entries: Sequence[PackedRecord]) -> int:
-        """Writes several records as `append` does one: with a single write, and a single fdatasync for all.
-
         Returns:
             The bytes written.
 
         Raises:
-            OSError: as `append`; then none of them is written.
+            ValueError: an array the format does not know, or a record above MAX_RECORD_BYTES.
+            OSError: the disk refused, and this record is not written. A failed write may be repeated. After a failed
+                fsync of the previous record a new file is made first, which is tried once a minute.
         """
+        return self.append_many([entry(step, micro_batch, arrays)])
+
+    def append_many(self, entries: Sequence[PackedRecord]) -> int:
+        """Writes several records as `append` one, with one write and one fdatasync; on OSError none of them."""
         with self._writing:
             return self._append(entries)
 
     def settle(self) -> None:
-        """Waits until every record is durable.
-
-        Raises:
-            OSError: the fsync failed; as for `append`.
-        """
+        """Waits until every record is durable. Raises OSError as `append`."""
         with self._writing:
             self._settle()
 
@@ -151,6 +135,7 @@ class Ledger:
 
     def _append(self, entries: Sequence[PackedRecord]) -> int:
         if self._broken:
+            # The kernel may have dropped the pages of a failed fsync: what can be read goes into a new file.
             self._renew()
         record = memoryview(b"".join(map(self._framed, entries)))
         self._settle()  # not earlier: the sync runs while all this is packed
@@ -188,8 +173,7 @@ class Ledger:
         self._compact(0)
 
     def compact(self, before_step: int) -> int:
-        """Drops this segment's records of steps before `before_step`; returns the bytes freed. The file is replaced by
-        rename, so a crash leaves the old segment or the new one."""
+        """Drops this segment's records of steps before `before_step`; returns the bytes freed."""
         with self._writing:
             return self._compact(before_step)
 
@@ -208,6 +192,7 @@ class Ledger:
         if saved > 0 or self._broken:
             try:
                 # The lock is on the old file. The new one is locked by `_open` before the old descriptor is closed.
+                # By rename: a crash leaves the old segment or the new one.
                 write_file(self.path, data)
                 # If this fails after the rename, the old descriptor has no name any more; the comparison below finds
                 # that out.
@@ -221,11 +206,7 @@ class Ledger:
         return max(saved, 0)
 
     def close(self) -> None:
-        """Closes the segment after making every record durable.
-
-        Raises:
-            OSError: the fsync of the last record failed; the segment is closed anyway.
-        """
+        """Closes the segment after making every record durable. Raises OSError if that failed, once closed."""
         if self._fd < 0:
             return
         try:
@@ -287,8 +268,7 @@ def load(
 
     Args:
         from_step: whole steps done in the state that is resumed.
-        wanted: called with step and global micro-batch of a record. A refused record is not decoded: a rank holds its
-            own rollouts in memory, not those of all ranks.
+        wanted: called with step and global micro-batch of a record. A refused record is not decoded.
         taken_back: called in the same way for each record that was taken back, whether or not it was recorded anew.
         report: called with one line for each damaged region; loading then continues without its content. None: damage
             raises.
@@ -302,6 +282,7 @@ def load(
         KeyRefused: a record is sealed, and there is no key or another one; with a `report`, too.
     """
     rollouts: dict[Key, Arrays] = {}
+    # A rank holds its own rollouts in memory, not those of all ranks.
     found = records(paths, type(None), from_step=from_step, wanted=wanted, report=report, keys=keys)
     for key, _, arrays in found:
         # In the order of `records`: the newest attempt comes last and wins. A record without arrays takes back what
@@ -326,10 +307,7 @@ def records(
     keys: Keyring | None = None,
 ) -> Iterator[tuple[Key, Fields, Arrays]]:
     """Yields every whole record of the steps from `from_step` on, the newest attempt's last: its key, what its head
-    says, and its arrays. Arguments and errors as `load`.
-
-    Args:
-        fields: the type of what the heads say. Any other record counts as damage.
+    says, and its arrays. A head that is not of type `fields` counts as damage. Arguments and errors as `load`.
     """
     for path, fd, item in walk(paths, check_from_step=from_step):
         if isinstance(item, Gap):
@@ -345,10 +323,7 @@ class Index(Generic[Fields]):
     """Finds single records without loading the others: where the newest record of each key lies. Reads the segments
     when it is made, and one again that was compacted since; later records are not in it.
 
-    Args:
-        fields: as for `records`.
-        report: called with one line for each damaged region, and for a record that cannot be read later.
-        keys: as for `load`.
+    Arguments as for `records`; `report` is told of a record that cannot be read later, too.
     """
 
     def __init__(
@@ -372,10 +347,8 @@ class Index(Generic[Fields]):
         return len(self._places)
 
     def read(self, step: int, micro_batch: int) -> tuple[Fields, Arrays] | None:
-        """Returns what a record's head says, and its arrays; None: there is none, or it cannot be read any more.
-
-        Raises:
-            CheckpointCorrupt, KeyRefused: as `load`.
+        """Returns what a record's head says, and its arrays; None: there is none, or it cannot be read any more. Raises
+        CheckpointCorrupt and KeyRefused as `load`.
         """
         place = self._places.get((step, micro_batch))
         if place is None:
@@ -410,16 +383,14 @@ class Index(Generic[Fields]):
 
 
 def prune(paths: RunPaths, before_step: int, *, current_attempt: int | None = None) -> list[Path]:
-    """Removes segments that hold nothing from `before_step` on; returns what was removed. Runs on rank 0.
+    """Removes segments that hold nothing from `before_step` on, that of the oldest checkpoint that is kept. Returns
+    what was removed. Runs on rank 0.
 
-    A segment of `current_attempt` or later stays (its owner compacts it). So does one with damage or under a live
-    writer's lock: its content is unknown, or about to change.
-
-    Args:
-        before_step: `step` of the oldest checkpoint that is kept.
+    A segment of `current_attempt` or later stays. So does one with damage or under a live writer's lock.
     """
     removed = []
     for attempt, rank, path in segments(paths):
+        # The owner compacts its own.
         # Later ones, too: this rank may be fenced off and not know it yet.
         if current_attempt is not None and attempt >= current_attempt:
             continue
@@ -431,6 +402,7 @@ def prune(paths: RunPaths, before_step: int, *, current_attempt: int | None = No
                 or (isinstance(item, Frame) and item.step >= before_step)
                 for item in items
             )
+            # The content of damage is not known.
             # A former attempt's rank can still be alive on a node that lost its controller, and write.
             if needed or is_locked(fd):
                 continue

@@ -112,9 +112,7 @@ def unpack(
     Needs the size of the arrays and some MB.
 
     Args:
-        data: the whole record.
         fields: the type that the head's fields must have.
-        where: named in an error.
         limit: bytes of arrays allowed.
 
     Raises:
@@ -140,10 +138,6 @@ def digests(
     """Returns what a record's head says, and by name each array's dtype, shape and SHA-256.
 
     Needs some MB, however large the arrays are.
-
-    Args:
-        read: returns bytes of the record.
-        num_bytes: of the record.
 
     Raises:
         CheckpointCorrupt: it violates `format.py`.
@@ -260,12 +254,7 @@ def _shuffled(array: np.ndarray) -> Iterator[memoryview]:
 
 
 class _Content:
-    """Takes pieces from frames, one after the other.
-
-    Args:
-        start: offset of the first frame.
-        sizes: bytes of each frame.
-    """
+    """Takes pieces from frames of `sizes` bytes, one after the other, from offset `start` on."""
 
     def __init__(self, read: Read, start: int, sizes: list[int]) -> None:
         self._read, self._at, self._sizes = read, start, iter(sizes)
@@ -322,11 +311,8 @@ def _head(data: memoryview, fields: type[Fields]) -> tuple[_Head[Fields], int]:
 
 
 def _require_agreement(head: bytes) -> None:
-    """Refuses a head that msgpack, which shares no code with msgspec, reads as something else.
-
-    Args:
-        head: canonical, and taken by msgspec: so the objects that msgpack makes of it are few.
-    """
+    """Refuses a head that msgpack, which shares no code with msgspec, reads as something else."""
+    # The head is canonical, and taken by msgspec: so the objects that msgpack makes of it are few.
     try:
         # Compared as bytes: Python's equality calls 1, 1.0 and True the same.
         same = msgspec.msgpack.encode(msgpack.unpackb(head, strict_map_key=False)) == head

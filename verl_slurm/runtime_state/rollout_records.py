@@ -87,14 +87,7 @@ def session_seed(seed: int, position: int, session: int) -> int:
 
 
 def response_entry(position: int, session: int, outputs: Outputs, digest: str) -> PackedRecord:
-    """Packs a record.
-
-    Args:
-        outputs: of one session: the set fields of each, by name.
-
-    Raises:
-        NotRecordable: some field cannot be held.
-    """
+    """Packs the outputs of one session: the set fields of each. Raises NotRecordable if one cannot be held."""
     places: list[_Place] = []
     arrays: list[np.ndarray] = []
     plain = []
@@ -115,10 +108,8 @@ def response_entry(position: int, session: int, outputs: Outputs, digest: str) -
 
 
 def unpack_outputs(said: Responses, arrays: Arrays, digest: str) -> list[dict[str, Any]] | None:
-    """Returns the fields of each output; None: the record answers another question.
-
-    Raises:
-        CheckpointCorrupt: it is no record of responses.
+    """Returns the fields of each output; None: the record answers another question. Raises CheckpointCorrupt if it is
+    no record of responses.
     """
     if said.digest != digest:
         return None
@@ -146,8 +137,7 @@ def _no_responses(error: Exception) -> CheckpointCorrupt:
 class RolloutLedger:
     """The ledger of one process that collects responses: answers from former attempts, and records new ones.
 
-    Belongs to one event loop; a thread packs, writes and syncs. Responses that wait at the same time are written
-    together, so the disk's speed bounds their latency and not their number.
+    Belongs to one event loop; a thread packs, writes and syncs those together that wait at the same time.
 
     Args:
         rank: of this process among those that record, for the name of its segment.
@@ -172,16 +162,13 @@ class RolloutLedger:
     def find(
         self, position: int, session: int, digest: str, made: Callable[[dict[str, Any]], Any] = dict
     ) -> list[Any] | None:
-        """Returns the recorded outputs of a session; None: it has to be sampled.
-
-        Args:
-            made: makes an output of its fields. What it refuses is no record of a response.
-        """
+        """Returns the recorded outputs of a session, each `made` of its fields; None: it has to be sampled."""
         try:
             record = self._index.read(position, session)
             outputs = None if record is None else unpack_outputs(*record, digest)
             try:
                 found = None if outputs is None else [made(fields) for fields in outputs]
+            # What `made` refuses is no record of a response.
             except _NO_RESPONSE as error:
                 raise _no_responses(error) from error
         except CheckpointCorrupt as error:
@@ -193,16 +180,13 @@ class RolloutLedger:
         return found
 
     async def record(self, position: int, session: int, outputs: Outputs, digest: str) -> None:
-        """Returns when the outputs are durable. They may be used then.
-
-        A response that cannot be recorded is only told of (`news`): a run that could not write its ledger has to
-        sample it again after an interruption, and loses nothing else.
-        """
+        """Returns when the outputs may be used: they are durable, or `news` tells why not."""
         done: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
         self._todo.put(((position, session, outputs, digest), done))
         error = await done
         if error is None:
             self.recorded += 1
+        # A run that could not write its ledger has to sample it again after an interruption, and loses nothing else.
         else:
             self.not_recorded(error)
 
@@ -233,6 +217,7 @@ class RolloutLedger:
 
     def _write(self) -> None:
         while (first := self._todo.get()) is not None:
+            # In groups: the disk's speed bounds the latency of responses, and not their number.
             group = [first]
             while len(group) < _MOST_IN_GROUP:
                 try:

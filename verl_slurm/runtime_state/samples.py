@@ -66,9 +66,8 @@ _STEP = msgspec.json.Decoder(StepSamples)
 
 
 def best_and_worst(samples: Sequence[Sample], best: int, worst: int) -> tuple[list[Sample], list[Sample]]:
-    """Returns so many with the highest rewards, the best first, and so many with the lowest, the worst last.
-
-    None is in both: of few samples, the worst are those that are left.
+    """Returns so many with the highest rewards, the best first, and of the others so many with the lowest, the worst
+    last.
     """
     ordered = sorted(samples, key=lambda sample: -sample.reward)
     return ordered[:best], ordered[max(len(ordered) - worst, min(best, len(ordered))) :]
@@ -91,15 +90,7 @@ def append_samples(
     *,
     keys: Keyring | None = None,
 ) -> None:
-    """Appends the samples of a step.
-
-    Args:
-        step: whole steps done with it.
-        keys: seal it with the current one.
-
-    Raises:
-        OSError: it was not written whole.
-    """
+    """Appends the samples of step `step` (from 1), sealed if there are `keys`. Raises OSError if cut short."""
     now, run = datetime.now(UTC).isoformat(timespec="milliseconds"), run_id(paths)
     told = StepSamples(time=now, run=run, attempt=attempt, step=step, responses=responses, samples=[*samples])
     plain = msgspec.json.encode(told)
@@ -117,9 +108,7 @@ def append_samples(
 
 
 def read_samples(paths: RunPaths, keys: Keyring | None = None) -> dict[int, StepSamples]:
-    """Returns step → its samples, oldest first; skips invalid lines.
-
-    Steps of an earlier attempt beyond the newest line's step are no longer part of the run.
+    """Returns step → its samples, oldest first, without what is no longer part of the run; skips invalid lines.
 
     Raises:
         KeyRefused: they are sealed, and there is no key or another one.

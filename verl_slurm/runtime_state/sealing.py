@@ -46,11 +46,7 @@ def seal_record(key: MasterKey, place: Place, payload: bytes) -> bytes:
 
 
 def open_record(keys: Keyring | None, place: Place, data: bytes, *, sealed: bool, where: object) -> bytes:
-    """Returns the payload that was written at `place`.
-
-    Args:
-        keys: None if none is configured.
-        sealed: whether the frame marks `data` as sealed.
+    """Returns the payload that was written at `place`. `sealed`: its frame says so.
 
     Raises:
         KeyRefused: there is no key, or it was sealed with another one.

@@ -34,9 +34,7 @@ class Frame:
     Attributes:
         offset: of its first byte in the segment.
         length: bytes of its payload.
-        payload_crc: the expected CRC-32 of the payload.
         run: the id of the run that wrote it.
-        sealed: the payload is encrypted (`sealing.py`).
     """
 
     offset: int
@@ -105,11 +103,9 @@ def is_locked(fd: int) -> bool:
 
 
 def scan(fd: int, attempt: int, rank: int, run: str, *, check_from_step: int = 0) -> Iterator[Frame | Gap]:
-    """Walks a segment from its head to its present end.
+    """Walks a segment, of this attempt, rank and run, from its head to its present end.
 
     Args:
-        attempt, rank: the values that the head must have.
-        run: the id that the records must have.
         check_from_step: payloads of earlier steps are skipped without being read.
 
     Yields:
@@ -174,12 +170,10 @@ def _frame_at(fd: int, offset: int, size: int) -> Frame | None:
 
 @dataclass
 class _Patience:
-    """Bytes of payloads that may still turn out wrong before the rest of a segment counts as damage.
+    """Bytes of payloads that may still turn out wrong before the rest of a segment counts as damage."""
 
-    Genuine frames do not overlap, so their total is at most the segment's size. Frames made to overlap would make us
-    read the same bytes again and again (4 MiB of them: 44 s).
-    """
-
+    # Genuine frames do not overlap, so their total is at most the segment's size. Frames made to overlap would make us
+    # read the same bytes again and again (4 MiB of them: 44 s).
     left: int
 
 

@@ -1,7 +1,5 @@
 """A rank's ledger segment as a file: found by its name (`format.py`, section 3), locked by one writer, made durable.
 Knows names and descriptors; what is in one is `segment`'s.
-
-The kernel drops the lock when its holder dies. `BackgroundSync` runs one fdatasync while the writer continues.
 """
 
 import fcntl
@@ -78,11 +76,7 @@ class SegmentHeld(VerlSlurmError):
 
 
 def lock_segment(fd: int, path: Path) -> None:
-    """Locks an open segment; the lock ends when the last copy of `fd` is closed.
-
-    Raises:
-        SegmentHeld: another process holds it and does not end.
-    """
+    """Locks an open segment until the last copy of `fd` is closed. Raises SegmentHeld after 10 s."""
     deadline = time.monotonic() + _PATIENCE_S
     while True:
         try:
@@ -106,10 +100,7 @@ def lock_segment(fd: int, path: Path) -> None:
 
 
 class BackgroundSync:
-    """Makes a file durable in the background; at most one fdatasync is under way.
-
-    The first `begin` starts its thread, which ends with this object. For one calling thread at a time.
-    """
+    """Makes a file durable in the background; at most one fdatasync is under way. For one calling thread at a time."""
 
     def __init__(self) -> None:
         self._todo: SimpleQueue[int | None] = SimpleQueue()
@@ -133,11 +124,7 @@ class BackgroundSync:
         self._todo.put(fd)
 
     def wait(self) -> None:
-        """Waits for the sync that was begun; returns at once if there is none.
-
-        Raises:
-            OSError: the sync failed. Raised once.
-        """
+        """Waits for the sync that was begun, if any. Raises OSError, once, if it failed."""
         if not self._under_way:
             return
         error = self._done.get()

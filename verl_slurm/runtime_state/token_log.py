@@ -102,13 +102,12 @@ class Calls(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class TokenLog:
-    """Writes the tokens of one engine's process, a few times a second from a thread.
+    """Writes the tokens of one engine's process, each `every_s` seconds from a thread.
 
     A disk that refuses costs the log and no response: it is told once, in the process's own log.
 
     Args:
         rank: of this engine among those of the run, for the name of its segment.
-        every_s: seconds between two writes.
     """
 
     def __init__(self, paths: RunPaths, attempt: int, rank: int, *, every_s: float = _EVERY_S) -> None:
@@ -212,11 +211,7 @@ class Prefix:
 
 
 class Prefixes:
-    """What earlier attempts have logged. Reads all segments once, when it is made.
-
-    Args:
-        report: called with one line for each part that cannot be read; its tokens are sampled again.
-    """
+    """What was logged until now, read once. `report` gets a line for each part that cannot be read."""
 
     def __init__(self, paths: RunPaths, *, report: Callable[[str], None]) -> None:
         self._found: dict[tuple[int, int, int], tuple[str, Prefix]] = {}

@@ -85,10 +85,7 @@ def plan_adoption(
     """Decides for every step, newest first. Pure.
 
     Args:
-        judged: of verl's directory.
-        committed: checkpoints of the run that are there already.
         entry: of verl's trainers, that the run uses: `sft` or `ppo`.
-        world_size: ranks of the run.
         keep_last, keep_every: of the run's retention: steps that it would drop after its first save are not copied.
         take_all: copy them all the same.
         another: steps of which the run has a checkpoint with other files (`is_adopted`).
@@ -121,11 +118,7 @@ def plan_adoption(
 
 
 def refuse_if_nothing_fits(rows: Sequence[AdoptedStep]) -> None:
-    """Refuses if there are whole steps, but the run could resume from none of them. Called before anything is made.
-
-    Raises:
-        ConfigError: with the way out.
-    """
+    """Raises ConfigError, with the way out, if there are whole steps and the run could resume from none."""
     whole = [row for row in rows if row.choice != "broken"]
     # One that fits is enough: steps of former numbers of ranks may lie beside it.
     if not whole or any(row.choice != "refused" for row in whole):
@@ -144,10 +137,10 @@ def adopt_steps(
 ) -> list[AdoptedStep]:
     """Makes each row of `adopt` a checkpoint of the run, newest first; returns these rows, adopted or failed.
 
-    No other process may work on the run meanwhile: the caller holds it (`submission.hold_run`).
+    No other process may work on the run meanwhile (`submission.hold_run`).
 
     Args:
-        link: hard links instead of copies, see `copying`.
+        link: hard links instead of copies (`step_copying`).
         on_bytes: told how many more bytes were copied, and read back.
 
     Raises:

@@ -70,7 +70,6 @@ def checked_settings(
     imports.
 
     Args:
-        section: `RunConfig.verl`.
         recipe: for a recipe's own main, which may look at the mode, and names a trainer itself or by the mode.
 
     Raises:
@@ -92,11 +91,7 @@ def checked_settings(
 
 
 def composed(entry: Entry, settings: Iterable[Setting]) -> Composed:
-    """Composes settings into verl's configuration.
-
-    Raises:
-        ConfigError: Hydra cannot parse a word, or verl does not take it.
-    """
+    """Composes settings into verl's configuration. Errors as `words_of` and `compose`."""
     words = words_of(settings)
     config = compose(entry, words)
     # Not OmegaConf's own list, which follows references, also in a circle.
@@ -142,11 +137,7 @@ def words_of(settings: Iterable[Setting]) -> list[str]:
 
 
 def compose(entry: Entry, words: Iterable[str]) -> "DictConfig":
-    """Returns verl's whole configuration.
-
-    Raises:
-        ConfigError: Hydra does not take a word, or verl has no such key.
-    """
+    """Returns verl's whole configuration. Raises ConfigError if Hydra or verl does not take a word."""
     # Hydra's own settings are for `hydra.main`, not for the configuration.
     chosen = [word for word in words if not word.lstrip("+~").startswith(("hydra.", "hydra/"))]
     problem, config = _by_hydra(entry, chosen)
@@ -200,11 +191,7 @@ def _refusals(entry: Entry, words: Sequence[str], problem: str) -> list[ConfigEr
 
 
 def unread_additions(entry: Entry, said: Iterable[Setting]) -> tuple[list[ConfigError], list[str]]:
-    """Judges `+KEY` words that lie beside verl's own keys: a former name would be taken and ignored.
-
-    Returns:
-        Refusals of former names, and notes about the others.
-    """
+    """Judges `+KEY` words that lie beside verl's own keys: refusals of former names, and notes about the others."""
     added = [one.key for one in said if one.prefix in ("+", "++") and _DOTTED.fullmatch(one.key)]
     if not added:
         return [], []
@@ -212,6 +199,7 @@ def unread_additions(entry: Entry, said: Iterable[Setting]) -> tuple[list[Config
     if config is None:
         return [], []
     beside = [key for key in added if not _has(config, key) and not _is_open(config, key)]
+    # A former name would be taken and ignored.
     refused = [_unknown(entry, config, key) for key in beside if former_name(entry, key)]
     notes = [
         f"not looked at: whether anything reads verl.+{key}, which lies beside keys of verl's and is none of them"

@@ -91,9 +91,6 @@ class OwnSettings(msgspec.Struct, frozen=True, kw_only=True):
 def user_settings(section: Mapping[str, Any]) -> dict[str, Setting]:
     """Returns the user's settings by key without prefix, in the order in which they count.
 
-    Args:
-        section: `RunConfig.verl`, flat.
-
     Raises:
         ConfigError: no key of Hydra's, a value that Hydra cannot be told, or a key that users may not set.
     """
@@ -157,11 +154,7 @@ def _of_config_name(word: str) -> str:
 
 
 def own_settings(entry: Entry, own: OwnSettings, said: Mapping[str, Setting]) -> list[Setting]:
-    """Returns a start's settings for verl's program, which follow the user's.
-
-    Args:
-        said: `user_settings`, which win where a run has no need of its own.
-    """
+    """Returns a start's settings for verl, to follow `said`; some only where `said` lacks their key."""
     ours: dict[str, Any] = {
         # An attempt's own directory: what a fenced one still writes harms no later one.
         "trainer.default_local_dir": str(own.save_dir),
@@ -210,13 +203,10 @@ def trainer_mode(settings: Mapping[str, Any]) -> str:
 
 
 def require_possible(settings: Mapping[str, Any], said: Mapping[str, Setting]) -> None:
-    """Refuses settings that would run but lose or break a promise of the run.
+    """Raises ConfigError for settings that would run but lose or break a promise of the run.
 
     Args:
         settings: verl's whole input, composed; or, without an installed verl, the user's settings alone.
-
-    Raises:
-        ConfigError: the key, and why.
     """
     if impossible := list(_impossible(settings, said)):
         raise together(impossible)

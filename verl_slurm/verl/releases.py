@@ -1,10 +1,7 @@
 """Lists the releases of verl that were run under verl-slurm, judges the others, and finds the installed one.
 
-The hooks depend on little: SFT on `SFTTrainer`, its `training_client.train_batch` and its `ckpt_handler`; PPO on
-`register_trainer`, the v1 trainers' `on_step_end` and `_save_checkpoint`. Where these are missing, a run ends at its
-start. Only running a release shows that a run with them is right, and this is the list.
-
-verl itself is not imported, neither by submit nor at a start.
+Only running a release shows that a run under it is right, and this is the list. verl itself is not imported, neither by
+submit nor at a start.
 """
 
 import importlib.metadata
@@ -28,9 +25,6 @@ _VERSION = re.compile(r"(\d+)\.(\d+)")
 
 def require_usable(version: str | None) -> str:
     """Returns what a user has to know about the installed release: that it was never tried; else an empty text.
-
-    Args:
-        version: `installed_verl()`.
 
     Raises:
         ConfigError: there is none, or one that is too old.

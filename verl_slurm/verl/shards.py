@@ -2,7 +2,7 @@
 
 The limits of the check:
 
-* every rank's shards are there (`layout`), and all records of each have the CRC-32 that torch.save wrote (`torch_zip`);
+* every rank's shards are there (`step_layout`), and all records have the CRC-32 that torch.save wrote (`torch_zip`);
 * JSON parses, `fsdp_config.json` has the number of ranks that the shards have, safetensors are as long as they say;
 * the rest (a tokenizer's other files, pickles of verl's transfer queue) has no checksum: it is named in `unchecked`.
 
@@ -92,11 +92,7 @@ class Judged:
 
 
 def list_steps(directory: Path) -> list[Path]:
-    """Lists the `global_step_N` in `directory`, of any file type, newest first.
-
-    Raises:
-        OSError: the directory cannot be read.
-    """
+    """Lists the `global_step_N` in `directory`, of any file type, newest first. Raises OSError."""
     # By number, not by name: verl writes no leading zeros.
     found = [(step, name) for name in os.listdir(directory) if (step := step_of(name)) is not None]
     return [directory / name for _, name in sorted(found, reverse=True)]
@@ -112,13 +108,10 @@ def step_bytes(path: Path) -> int:
 
 
 def judge_all(directory: Path, *, on_bytes: OnBytes = lambda _: None) -> list[Judged]:
-    """Judges every step of one directory of verl, newest first, each also against the contents of its neighbours.
+    """Judges every step of one directory of verl, newest first, each also beside its neighbours. Raises OSError.
 
     Args:
         on_bytes: told how many more bytes were read; one call at a time.
-
-    Raises:
-        OSError: `directory` cannot be read.
     """
     # All of them first: what a step lacks altogether shows beside its neighbours alone.
     found = [judge_step(path, on_bytes=on_bytes) for path in list_steps(directory)]

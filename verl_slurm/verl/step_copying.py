@@ -2,9 +2,8 @@
 link.
 
 A clone (reflink: XFS, Btrfs, bcachefs, some NFS) takes no space and is as independent as a copy. A hard link takes none
-either, but is the same file. If plain verl runs again on the old directory and saves that step again, torch.save
-truncates and rewrites it, and with it our checkpoint. The digests show that, but the checkpoint is lost. So a link is
-made only on request.
+either, but is the same file, and made only on request. If plain verl saves that step again in the old directory,
+torch.save truncates and rewrites it, and with it our checkpoint. The digests show that, but the checkpoint is lost.
 """
 
 import errno
@@ -40,12 +39,7 @@ _NO_RANGE = {
 
 
 def how_to_copy(source: Path, target: Path) -> How:
-    """Returns `clone` if a file of `source` can share its blocks with one in `target`, tried on one; else `copy`.
-
-    Args:
-        source: a directory with at least one file below it.
-        target: a directory of ours that exists.
-    """
+    """Returns `clone` if files of `source` and `target` can share blocks, tried on one; else `copy`."""
     # Random, and removed below: it must not be a file of the copy.
     probe = target / f".clone.{secrets.token_hex(8)}"
     try:
@@ -72,11 +66,10 @@ def copy_files(
     *,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Makes `target`, a new directory, with `files` of `source` in it, all 0600 in directories of 0700.
+    """Makes `target`, a new directory, with `files` of `source` in it, all 0600 in directories of 0700. Not durable.
 
     A file that a link would place outside `source` is never opened. Each file must be the very one that was judged: its
-    name may now belong to another user's file. Where the file system can share blocks, the kernel's copy does (Linux
-    4.5). Nothing is made durable here: the commit does that.
+    name may now belong to another user's file.
 
     Args:
         files: relative, `/` between names; with the identity that `judge_step` saw of each.
@@ -127,6 +120,7 @@ def _copy(fd: int, target: Path, on_bytes: Callable[[int], None]) -> None:
         done, in_kernel = 0, True
         while True:
             count = 0
+            # Shares blocks where the file system can (Linux 4.5).
             if in_kernel:
                 try:
                     count = os.copy_file_range(fd, made, _BLOCK, done, done)

@@ -16,10 +16,8 @@ DIR/global_step_N/data.pt                   position of the data loader; SFT: da
 DIR/global_step_N/transfer_queue/           asynchronous trainers: prompts in flight, as pickles
 ```
 
-verl's FSDP shards can be read by as many ranks as wrote them, and no other number: with others verl looks for
-`model_world_size_W_rank_0.pt` and finds none. `verl.reshard` divides them anew. verl's own merger makes a Hugging Face
-model of the shards (`python -m verl.model_merger merge`, verl 0.9.1), the weights alone, in bfloat16. The optimizer,
-the schedule, the generators and the place in the data are lost.
+With another number of ranks verl finds no `model_world_size_W_rank_0.pt`; `verl.reshard` divides the shards anew.
+verl's merger (`python -m verl.model_merger merge`) makes a Hugging Face model of the weights alone, in bfloat16.
 """
 
 import re
@@ -84,11 +82,7 @@ def is_distributed(names: Collection[str]) -> bool:
 
 
 def read_layout(names: Collection[str]) -> StepLayout:
-    """Sorts the files of one step into shards, and lists the missing ones.
-
-    Args:
-        names: of its files, relative, `/` between.
-    """
+    """Sorts the files of one step into shards, and lists the missing ones. `names`: relative, with `/`."""
     shards: dict[str, dict[int, set[tuple[str, int]]]] = defaultdict(lambda: defaultdict(set))
     for name in names:
         if match := _SHARD.fullmatch(name):
@@ -133,11 +127,10 @@ def read_layout(names: Collection[str]) -> StepLayout:
 def missing_beside(layout: StepLayout, others: Iterable[tuple[str, StepLayout]]) -> list[Problem]:
     """Lists files that other steps of the same trainer and number of ranks have and this one lacks.
 
-    A save that was cut short may lack a whole model, or the last rank's data, and nothing in it says so.
-
     Args:
         others: (name, layout) of the directory's other steps.
     """
+    # A save that was cut short may lack a whole model, or the last rank's data, and nothing in it says so.
     alike = [(name, o) for name, o in others if (o.entry, o.world_size) == (layout.entry, layout.world_size)]
     problems = []
     # Without the actor, whose absence `read_layout` reports by itself.
@@ -193,9 +186,7 @@ def _missing_shards(role: str, by_size: dict[int, set[tuple[str, int]]]) -> list
 
 
 def _missing_data(data: set[int], world_size: int | None) -> list[Problem]:
-    """Requires one state per data-parallel rank: W of them, or fewer where sequences are divided (ulysses), never with
-    a gap.
-    """
+    """Lists missing states: W are wanted, or fewer where sequences are divided (ulysses), without a gap."""
     # By the largest number: a rank that is missing in the middle shows as a gap, one at the end by the division.
     count = max(data, default=-1) + 1
     missing = sorted(set(range(count)) - data) or ([0] if not data else [])
@@ -210,13 +201,7 @@ def _listed(sizes: Iterable[int]) -> str:
 
 
 def merge_command(step: Path, entry: str, backend: str = "fsdp") -> str:
-    """Returns the command that makes a model, MODEL_DIR, of `global_step_N`.
-
-    Args:
-        step: the directory `global_step_N`.
-        entry: of verl's trainers; PPO's policy is in actor/.
-        backend: that saved it: `fsdp` or `megatron`.
-    """
+    """Returns the command that makes a model, MODEL_DIR, of a step that `backend` (fsdp, megatron) saved."""
     local = step if entry == "sft" else step / "actor"
     words = ("--backend", backend, "--local_dir", str(local), "--target_dir", "MODEL_DIR")
     return shlex.join(["python", "-m", "verl.model_merger", "merge", *words])

@@ -54,7 +54,7 @@ def zip_problem(
 
     Args:
         fd: a regular file, opened to read. Its position is moved.
-        on_bytes: told how many more bytes were read, for a progress bar.
+        on_bytes: told how many more bytes were read.
         turn: a lock; held while a directory is parsed, and as long as one with many records is in memory.
 
     Raises:

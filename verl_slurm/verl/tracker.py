@@ -34,7 +34,6 @@ class Tracker:
     """The content of a tracker, and the right content.
 
     Attributes:
-        state: of it as it is.
         step: that it names; None: none.
         wanted: the newest step that is whole; None: there is none, so verl must find no tracker at all.
         line: what verl would do, for people.
@@ -81,12 +80,7 @@ def read_tracker(directory: Path) -> bytes | None:
 
 
 def judge_tracker(content: bytes | None, steps: Sequence[Judged]) -> Tracker:
-    """Judges a tracker beside these steps. Pure.
-
-    Args:
-        content: from `read_tracker`.
-        steps: all of the directory, in any order.
-    """
+    """Judges a tracker, as `read_tracker` gave it, beside all steps of the directory. Pure."""
     if content is None:
         # To make verl begin anew is right where there is nothing to resume from.
         if not any(one.ok for one in steps):
@@ -125,10 +119,7 @@ def _tracker(state: State, line: str, steps: Sequence[Judged], step: int | None 
 
 
 def write_tracker(directory: Path, step: int) -> None:
-    """Points the tracker at `step`, atomically and durably: verl finds the old content or the new.
-
-    An existing tracker's mode stays, so that its readers still can read it.
-    """
+    """Points the tracker at `step`, atomically and durably. Its mode stays, but for others' write bits."""
     path = directory / TRACKER
     try:
         old = path.stat(follow_symlinks=False).st_mode

@@ -32,7 +32,6 @@ class Input:
     """One place that verl will read.
 
     Attributes:
-        key: verl's.
         place: as written: a path, a URL, or a name of the Hugging Face hub.
         is_default: the user did not set it.
     """
@@ -85,8 +84,8 @@ def inputs_of(entry: Entry, settings: Mapping[str, Any], said: Mapping[str, Sett
 
 
 def data_of(config: RunConfig) -> DataPlace | None:
-    """Returns the data whose fingerprint tells whether it is still that of the first start: `data.root`, or the files
-    that the settings of a run of verl name. None: a program of the user's without a declared data set.
+    """Returns the data whose fingerprint tells whether it is still that of the first start: `data.root`, or the
+    absolute paths that verl's settings name outside of an image; None: neither is there.
     """
     root = data_root(config)
     # What an image brings is not seen from outside of it.
@@ -147,7 +146,6 @@ class CodeFile:
     """A file that verl will read, with code or settings.
 
     Attributes:
-        key: verl's.
         place: as written: a path, `file://` and a path, `pkg://` and a module.
         takes: the key that names what is taken from it; empty: nothing, or the file is no Python.
         name: that name; None: it has none.

@@ -100,11 +100,7 @@ def encode(cache: Mapping[str, Hashed]) -> bytes:
 
 
 def decode(data: bytes) -> dict[str, Hashed]:
-    """Reverses `encode`; pure.
-
-    Raises:
-        ValueError, RecursionError: the bytes are not what `encode` made.
-    """
+    """Reverses `encode`; pure. Raises ValueError or RecursionError for bytes that it did not make."""
     start = len(_HEAD) + _HEX + 1
     if data[: len(_HEAD)] != _HEAD:
         raise ValueError("another format")
@@ -131,7 +127,6 @@ def settled(
     """Selects the part of a look at a tree that may be cached.
 
     Args:
-        root: of the tree.
         files: all of it, by path.
         read_now: the paths that did not come from a cache.
         began_ns: the wall clock before the first file was read, in ns since 1970.

@@ -87,7 +87,6 @@ def survey(
     Args:
         cache: of an earlier look; None: every file is read.
         full: read every file nevertheless, and report where the cache was wrong.
-        clock_ns: the wall clock, ns since 1970.
 
     Raises:
         DataError: as `fingerprint`.
@@ -156,11 +155,7 @@ def remember(path: Path, seen: Survey) -> str | None:
 
 
 def read(paths: RunPaths) -> Fingerprint | None:
-    """Returns the fingerprint that the run started with, or None when none is recorded.
-
-    Raises:
-        CheckpointCorrupt: the record is not whole.
-    """
+    """Returns the fingerprint that the run started with; None: none is recorded. Raises CheckpointCorrupt."""
     try:
         return parse(bounded.read_regular(paths.fingerprint, bounded.FINGERPRINT), bounded.FINGERPRINT)
     except FileNotFoundError:
@@ -175,25 +170,18 @@ def read(paths: RunPaths) -> Fingerprint | None:
 
 
 def write(paths: RunPaths, found: Fingerprint) -> None:
-    """Records the fingerprint that the run starts with, durably.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Records the fingerprint that the run starts with, durably."""
     write_file(paths.fingerprint, render(found))
 
 
 def look(
     paths: RunPaths, place: DataPlace, recorded: Fingerprint | None, *, may_record: bool = False
 ) -> Survey:
-    """Looks at the data of a run, in full if the result may be recorded. Writes nothing.
+    """Looks at the data of a run, in full if the result may be recorded. Writes nothing. Errors as `survey`.
 
     Args:
         recorded: the fingerprint to compare with; None: the result will be recorded.
         may_record: a difference may be accepted, and recorded then.
-
-    Raises:
-        DataError: as `fingerprint`.
     """
     # What will be recorded is read in full: the record decides about all later starts.
     if recorded is None:
@@ -244,11 +232,8 @@ def check_dataset(
 
 
 def require_trained_on(found: Fingerprint, trained_on: str, place: DataPlace) -> None:
-    """Compares data with the digest that a checkpoint holds, where no record names the files any more.
-
-    Raises:
-        DatasetDrift: it is other data.
-    """
+    """Raises DatasetDrift for data of another digest than `trained_on`, a checkpoint's (empty: not known)."""
+    # The record, which would name the files, is gone.
     if trained_on and found.digest != trained_on:
         raise DatasetDrift(
             "the data set is not the one that the newest checkpoint has been trained on",

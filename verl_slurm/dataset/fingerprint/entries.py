@@ -89,22 +89,14 @@ def drift(old: Fingerprint, new: Fingerprint) -> Drift:
 
 
 def sealed(files: Mapping[str, FileDigest]) -> Fingerprint:
-    """Returns the fingerprint of these entries, sorted.
-
-    Raises:
-        UnicodeEncodeError: a path is not UTF-8.
-    """
+    """Returns the fingerprint of entries, sorted. Raises UnicodeEncodeError if a path is not UTF-8."""
     # Sorted here, so that the record on disk lists them as the digest counts them.
     ordered = sorted(files.items(), key=_path)
     return Fingerprint(digest=_digest(ordered), files=dict(ordered))
 
 
 def parse(data: bytes, limit: Limit) -> Fingerprint:
-    """Parses a recorded fingerprint, which its digest proves.
-
-    Raises:
-        ValueError, RecursionError: it is none, or is not whole.
-    """
+    """Parses a recorded fingerprint, which its digest proves. Raises ValueError or RecursionError."""
     # Bounded: runs are handed over, and this file with them.
     found = decode_json(data, Fingerprint, limit)
     if found.format != FORMAT:
@@ -116,15 +108,14 @@ def parse(data: bytes, limit: Limit) -> Fingerprint:
 
 
 def recorded_tree(folder: Path, digest: str) -> Fingerprint | None:
-    """Returns the record; None if it is missing, does not have the digest, or names a path that leads out.
-
-    Raises:
-        OSError: storage does not answer, which says nothing about the tree.
+    """Returns the record; None if it is missing, does not have the digest, or names a path that leads out. Raises
+    OSError if storage does not answer.
     """
     try:
         data = read_regular(folder / f"{digest}.json", FINGERPRINT)
         tree = parse(data, FINGERPRINT)
     except (OSError, ValueError, RecursionError) as error:
+        # Storage that does not answer says nothing about the tree.
         if is_transient_storage_error(error):
             raise
         return None

@@ -27,12 +27,7 @@ _THREADS_ON_STORAGE = 8
 
 
 def read_files(base: str, names: list[str], *, follow: bool) -> bytes:
-    """Returns a `RECORD` for each file.
-
-    Args:
-        base: prefix of their names: a directory with a slash at its end, or nothing.
-        follow: links are followed; False: they are not read.
-    """
+    """Returns a `RECORD` for each file. `base`: prefix of their names, a directory with a slash, or nothing."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
 
     def read(name: str) -> bytes:

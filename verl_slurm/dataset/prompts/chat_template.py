@@ -1,6 +1,4 @@
-"""Finds a run's chat template and renders with it, as far as possible without transformers; names the row that a
-template or a tokenizer refuses.
-"""
+"""Renders by a run's chat template, as far as possible without transformers; tells a row that is refused."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -15,11 +13,7 @@ from verl_slurm.base.errors import UNREADABLE, DataError
 
 
 def read_template(path: Path) -> str:
-    """Reads the Jinja template at `path`.
-
-    Raises:
-        DataError: there is none, or it is no text.
-    """
+    """Reads the Jinja template at `path`. Raises DataError if there is none, or it is no text."""
     remedy = "set data.chat_template to auto, none or the path of a Jinja template"
     try:
         return read_regular(path, SMALL, follow=True).decode()
@@ -91,9 +85,7 @@ def no_conversations(where: object) -> DataError:
 
 
 def renderer(template: str) -> Callable[[Sequence[Any]], str] | None:
-    """Returns a function that renders a conversation as transformers does, but for its special tokens, which are empty;
-    None: the template needs more than is known here.
-    """
+    """Returns what renders a conversation as transformers does, but for special tokens; None: unknown how."""
 
     # Here: other users of this module, and most data, do without.
     from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
@@ -128,6 +120,7 @@ def renderer(template: str) -> Callable[[Sequence[Any]], str] | None:
         names = meta.find_undeclared_variables(tree)
     except (TemplateSyntaxError, *UNREADABLE):
         return None
+    # They are empty: only whether the template takes a conversation is asked.
     tokens = {name: "" for name in names if name.endswith("_token")}
     # transformers gives these two in any case, so that they are defined.
     given = {"tools": None, "documents": None, "add_generation_prompt": True}
@@ -135,9 +128,8 @@ def renderer(template: str) -> Callable[[Sequence[Any]], str] | None:
 
 
 def refuses(error: BaseException) -> bool:
-    """Decides whether an error of a template or a tokenizer is its refusal of a text, which stays, rather than one of
-    the machine.
-    """
+    """Decides whether an error of a template or a tokenizer is its refusal of a text, which stays."""
+    # Errors of the machine may pass.
     # A tokenizer's panic is no Exception, and its class has no name that could be imported.
     return type(error).__name__ == "PanicException" or (
         isinstance(error, Exception) and not isinstance(error, OSError | MemoryError | DataError)

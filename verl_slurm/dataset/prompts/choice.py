@@ -63,7 +63,6 @@ def choose(
     Args:
         names: paths of the files below the root, relative, with `/`.
         pattern: `data.files`; None: by the rule above.
-        read: returns the bytes of one of `names`.
         root, key: for the message; `key` is `data.root` or `data.eval_root`.
 
     Raises:
@@ -165,10 +164,8 @@ def _shards(name: str) -> Iterator[tuple[tuple[str, ...], int, int]]:
 def unfinished_downloads(
     chosen: Iterable[str], names: Iterable[str], belongs: Callable[[str], bool]
 ) -> list[str]:
-    """Lists names beside the chosen files that a download or a copy has not finished.
-
-    Args:
-        belongs: whether a file of that name, relative to the root, would belong to the data.
+    """Lists names beside the chosen files that a download or a copy has not finished. `belongs`: whether a file of that
+    name, relative to the root, would belong to the data.
     """
     folders, found = {_prefix(name) for name in chosen}, []
     for name in sorted(names):
@@ -337,11 +334,9 @@ def _remedy(names: Collection[str], root: object, key: str, files_key: str) -> s
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Returns whether a glob matches all of `name`.
-
-    Follows every reading of the glob at once, so the work grows with the product of both lengths. One regular
-    expression for all of it tries one reading after the other, and each `**/` multiplies their number.
-    """
+    """Returns whether a glob matches all of `name`."""
+    # Every reading of the glob at once: the work grows with the product of both lengths. One regular expression for all
+    # of it tries one reading after the other, and each `**/` multiplies their number.
     *folders, last = pattern.replace("[", "[[]").split("/")
     parts = name.split("/")
     # Numbers of the name's parts that the pattern's parts so far can take.

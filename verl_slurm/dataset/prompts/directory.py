@@ -1,7 +1,7 @@
 """Lists, chooses and opens the data files of a root, and checks their digests.
 
 A rank trains on the files of the fingerprint and on their bytes: a file is read into memory once, hashed there, and
-parsed from there. So the run trains on what was recorded, even if the file changes meanwhile.
+parsed from there.
 """
 
 import hashlib
@@ -26,11 +26,7 @@ _SMALL_BYTES = 1 << 20
 
 
 def data_files(root: Path, config: DataConfig, *, key: str = "data.root") -> list[str]:
-    """Lists the present data files below `root`, relative, in the order in which they are read.
-
-    Raises:
-        DataError: no such directory, no permission, or see `choice.choose`.
-    """
+    """Lists the data files below `root`, relative, in reading order. Raises DataError, as `choice.choose`."""
     remedy = f"set {key} to a directory with prompts"
     if not root.is_dir():
         found = "a file" if root.exists() else "nothing"

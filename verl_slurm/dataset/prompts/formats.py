@@ -1,8 +1,7 @@
-"""Yields the rows of one data file, one after the other, as dictionaries: JSON Lines, JSON arrays, CSV, TSV,
-Parquet and Arrow.
+"""Yields the rows of one data file, one after the other, as dictionaries: JSON Lines, JSON arrays, CSV, TSV, Parquet
+and Arrow.
 
-A row stays in memory while it is examined and no longer. The text of a row has at most `MAX_ROW_CHARS`, because JSON
-may take 30 times its size in memory.
+The text of a row has at most `MAX_ROW_CHARS`, because JSON may take 30 times its size in memory.
 
 pyarrow reads Parquet and Arrow, a few hundred rows at a time. Nothing of a file is executed: extension types stay as
 they are stored, and pyarrow has no type here that unpickles.
@@ -244,14 +243,7 @@ _BUFFER_BYTES = 1 << 20
 def _arrow_records(
     file: BinaryIO, name: str, columns: Collection[str], also: Collection[str]
 ) -> Iterator[tuple[str, Any]]:
-    """Yields every row as a dictionary of plain Python values.
-
-    Args:
-        columns: the needed ones; a file that lacks one of them is read with all its columns, for the message.
-
-    Raises:
-        DataError: pyarrow is missing, or the file cannot be read.
-    """
+    """Yields every row as plain Python values: of a file that lacks one of `columns` all, for the message."""
     try:
         import pyarrow
     except ImportError:
@@ -287,15 +279,11 @@ def _arrow_records(
 
 
 def _one_by_one(part: Any, name: str, before: int) -> Iterator[Any]:
-    """Yields the rows of a batch up to the one with text that is not UTF-8, or with a value that Python lacks, which is
-    refused.
-
-    Args:
-        before: number of rows before the batch.
-    """
+    """Yields the rows of a batch that `before` rows precede, and refuses the first that cannot be read."""
     for index in range(part.num_rows):
         try:
             row = part.slice(index, 1).to_pylist()
+        # Text that is not UTF-8, or a value that Python lacks.
         except (ValueError, OverflowError, KeyError) as error:
             raise DataError(
                 "a row cannot be read",

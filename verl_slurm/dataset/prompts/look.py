@@ -1,7 +1,6 @@
 """Examines the data of a run before it is queued: every row, as far as time allows, and the length of the prompts.
 
-It runs in a process of its own (`python -m verl_slurm.dataset.prompts`) with bounded memory, because a small file may
-claim to be a large one. The ranks read every row in any case.
+It runs in a process of its own (`python -m verl_slurm.dataset.prompts`). The ranks read every row in any case.
 """
 
 import os
@@ -119,11 +118,7 @@ class _Tokenizer(Protocol):
 
 
 def look_at(wanted: PromptsRequest) -> PromptsLook:
-    """Examines the data, as the module describes.
-
-    Raises:
-        DataError: the ranks would refuse the data.
-    """
+    """Examines the data. Raises DataError if the ranks would refuse it."""
     root, config = Path(wanted.root), wanted.data
     files = data_files(root, config, key=wanted.key)
     limit = config.limit if wanted.key == "data.root" else None
@@ -206,10 +201,8 @@ def _require_rendered(render: Callable[[Messages], str], where: str, prompt: Mes
 
 
 def look_at_rows(wanted: WantedRows) -> Rows:
-    """Examines the rows of some files, as far as time reaches; the first row of each file in any case.
-
-    Raises:
-        DataError: a file cannot be read, or text in a row cannot be encoded.
+    """Examines the rows of some files, as far as time reaches; the first row of each file in any case. Raises DataError
+    for content that cannot be read or encoded, OSError and TooMuch for a file that cannot be opened.
     """
     until, rows, whole = time.monotonic() + wanted.seconds, 0, True
     lacking, texts = dict[str, tuple[str, str]](), dict[str, str]()

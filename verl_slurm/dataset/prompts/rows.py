@@ -48,9 +48,7 @@ class MissingValue(DataError):
 
 
 def reads_missing(text: str) -> bool:
-    """Returns whether the whole text is a word for a missing value, also in brackets or quotes (`[null]`), or nothing
-    but these (`[]`).
-    """
+    """Returns whether a whole text is a word for a missing value, in brackets or quotes (`[null]`), or `[]`."""
     if len(text) > _LONGEST_WORD or not text:
         return False
     word = text.strip(_AROUND_WORDS).lower()
@@ -126,14 +124,7 @@ def prompts_of(
 
 
 def refuse_halves(value: Any, where: str, key: str = "") -> None:
-    """Refuses a value with text that UTF-8 cannot encode, at any depth.
-
-    Args:
-        key: of the value; empty: it is a row.
-
-    Raises:
-        DataError: the row, and the text.
-    """
+    """Raises DataError for text that UTF-8 cannot encode, at any depth. `key`: of the value; empty: a row."""
     rest = [value]
     while rest:
         part = rest.pop()

@@ -200,11 +200,6 @@ async def _ray_ended(ray: asyncio.subprocess.Process, said: Path) -> int:
 
 
 def _require_ray() -> None:
-    """Requires the package ray.
-
-    Raises:
-        ConfigError: this Python does not have it.
-    """
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(
             "Ray is not installed in the Python that the job runs",
@@ -219,8 +214,7 @@ def _write_token(paths: RunPaths, args: argparse.Namespace) -> Path:
 
     Raises:
         Fenced: another attempt leads the run.
-        OSError: no lead lives.
-        PermissionRefused, WireError: its address is open to others, or cannot be read.
+        OSError, PermissionRefused, WireError: no lead lives, or its address is open to others, or cannot be read.
     """
     lead = read_lead_address(paths)
     # The file may be of a newer attempt already: its token would let this node into the wrong Ray.
@@ -233,9 +227,7 @@ def _write_token(paths: RunPaths, args: argparse.Namespace) -> Path:
 
 
 def _temp(scratch: Path) -> Path:
-    """Returns Ray's directory: below the agent's, which is private and removed with the agent; or one with a path short
-    enough for its sockets' names.
-    """
+    """Returns Ray's directory: below the agent's, which goes with the agent; or one with a shorter path."""
     if temp_fits(scratch / "r"):
         return scratch / "r"
     # Ray's sockets add 64 bytes to the directory's path, and a Unix socket's path has at most 107.
@@ -262,11 +254,7 @@ def _refuse_stranger(head: str, store: StoreLine) -> bool:
 
 
 async def _publish_head(head: str, store: StoreLine) -> None:
-    """Waits until Ray's head listens and is this user's, and tells the other nodes.
-
-    Raises:
-        WireError: another user listens there.
-    """
+    """Waits until Ray's head listens and is this user's, and tells the other nodes."""
     # Without a limit: where Ray ends by itself, so does the start.
     while not _refuse_stranger(head, store):  # noqa: ASYNC110 - a port that opens is no event on this side
         await asyncio.sleep(_TRY_EVERY_S)
@@ -274,11 +262,8 @@ async def _publish_head(head: str, store: StoreLine) -> None:
 
 
 def _await_head(head: str, config: RunConfig, store: StoreLine) -> None:
-    """Waits until the first node says that Ray's head listens and is this user's: Ray sends its token there.
-
-    Raises:
-        WireError: it does not say so in time.
-    """
+    """Waits until the first node says that Ray's head listens and is this user's."""
+    # Ray of this node sends its token there.
     patience_s = config.daemon.start_timeout_s
     answer = store.call(StoreCall(call=0, op="wait", keys=(_HEAD_LISTENS,), timeout_s=patience_s))
     if answer.outcome != "ok":
@@ -292,9 +277,7 @@ def _await_head(head: str, config: RunConfig, store: StoreLine) -> None:
 
 
 async def _own_address(head: str, config: RunConfig) -> str:
-    """Returns the address at which the head reaches this node: the one from which this node reaches the head, once it
-    listens.
-    """
+    """Returns the address at which the head reaches this node, once the head listens."""
     host, _, port = head.rpartition(":")
     loop = asyncio.get_running_loop()
     until = loop.time() + config.daemon.start_timeout_s
@@ -320,11 +303,7 @@ async def _own_address(head: str, config: RunConfig) -> str:
 async def _start(
     argv: list[str], environ: Mapping[str, str], said: Path | None = None
 ) -> asyncio.subprocess.Process:
-    """Starts a process that ends with this one.
-
-    Args:
-        said: where its output goes; None: where ours does.
-    """
+    """Starts a process that ends with this one. `said`: where its output goes; None: where ours does."""
     with open(said, "wb") if said else nullcontext() as output:
         return await asyncio.create_subprocess_exec(
             *argv,

@@ -3,14 +3,11 @@
     python -P -m verl_slurm.loops.verl.ray_nodes NODES GPUS SECONDS
 
 ends when Ray has all nodes and GPUs of the job: so the launcher needs none of Ray's threads. It waits for a placement
-group with one place on every node, without polling.
+group with one place on every node.
 
-The head is on the first node. The lead has given its address to all nodes with their launch. The others go there once
-the first node has found that the port is this user's (`loops.verl.ray_node`). Every other port is free at that
-moment, so two runs may share a node. No process joins, or submits code, without the token: all of Ray's own ports
-require it (RAY_AUTH_MODE=token). It is derived from the lead's own secret, which every node of the run can read and no
-other user can, and differs in each restart.
-
+The lead has given the head's address to all nodes with their launch. Every other port is free at that moment, so two
+runs may share a node. No process joins, or submits code, without the token: all of Ray's own ports require it
+(RAY_AUTH_MODE=token). It is derived from the lead's own secret, and differs in each restart.
 docs/decisions/0009-verl-on-ray.md has the findings about Ray 2.60.
 """
 
@@ -55,7 +52,6 @@ def ray_argv(
         own_address: under which other nodes reach this one.
         temp: Ray's directory. Ray makes that 0777 itself: it has to be below one that is private.
         ranks: training processes of this node; Ray's "GPUs", whatever the device is.
-        cpus: cores that the job has here.
         store_bytes: of Ray's object store; None: Ray's own choice.
         free_port: on the head, for Ray's client server, which cannot be left out.
     """
@@ -75,13 +71,7 @@ def ray_argv(
 
 
 def ray_environment(environ: Mapping[str, str], token_file: Path, head: str, nodes: int) -> dict[str, str]:
-    """Returns the environment of Ray's own processes, which pass it to every actor, and of verl's driver.
-
-    Args:
-        token_file: holds `ray_token`.
-        head: host:port of Ray's GCS.
-        nodes: of the job.
-    """
+    """Returns the environment of Ray's own processes, which pass it to every actor, and of verl's driver."""
     modules = [name for name in environ.get(_EXTERNAL, "").split(",") if name and name != _OUR_MODULE]
     ours = {
         "RAY_AUTH_MODE": "token",
@@ -103,22 +93,13 @@ def ray_environment(environ: Mapping[str, str], token_file: Path, head: str, nod
 
 
 def ray_token(secret: str, attempt: int, restart: int) -> str:
-    """Returns the token of one restart's Ray.
-
-    Args:
-        secret: the lead's (`RUN/control/lead.json`); the token reveals nothing of it.
-    """
+    """Returns the token of one restart's Ray, which reveals nothing of `secret`, the lead's (`lead.json`)."""
     message = f"ray {attempt} {restart}".encode()
     return hmac.new(secret.encode(), message, hashlib.sha256).hexdigest()
 
 
 def object_store_bytes(mem_mb: int, shm_free: int) -> int | None:
-    """Returns Ray's share of the memory that Slurm gives this node; None: unknown.
-
-    Args:
-        mem_mb: `slurm.mem_mb_per_node`; 0: the partition's default.
-        shm_free: bytes free in /dev/shm, where it lies.
-    """
+    """Returns Ray's share of the memory that Slurm gives this node, as far as /dev/shm has it; None: unknown."""
     if mem_mb == 0:
         return None
     return max(_LEAST_STORE, min(int(mem_mb * (1 << 20) * _STORE_SHARE), int(shm_free * 0.9)))

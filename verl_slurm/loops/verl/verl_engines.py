@@ -2,9 +2,7 @@
 
 The other engines answer its requests in the meantime, and the worker that asked puts the logged tokens of an unfinished
 response behind its prompt (`verl_turns`). The new engine stands under the old one's rank and name, and starts in a
-thread, so that the driver still hears of a preemption. When it is there, weights go to all engines in verl's own order:
-requests are broken off, engines sleep, weights are sent, engines go on. That is the moment at which verl's GPUs have
-room for it.
+thread, so that the driver still hears of a preemption. When it is there, weights go to all engines in verl's own order.
 """
 
 import asyncio
@@ -55,6 +53,7 @@ class Engines:
                 self._begin(replica)
         if ready := [start for start in self._starts if not start.thread.is_alive()]:
             self._take_in(ready)
+            # At this moment verl's GPUs have room for the new engine.
             # verl's order around an update of weights.
             self._weights.abort_replicas()
             self._weights.sleep_replicas()
@@ -121,8 +120,8 @@ class Engines:
 
 
 async def _restart(replica: Any) -> None:
-    """Starts a replica's servers again, under their names. Those that are left, of an engine over several nodes or
-    around one that is dead, are killed first."""
+    """Starts a replica's servers again, under their names."""
+    # Those that are left: of an engine over several nodes, or around one that is dead.
     for server in replica.servers:
         ray.kill(server)
     mine = f"{replica._get_server_name_prefix()}server_{replica.replica_rank}_"

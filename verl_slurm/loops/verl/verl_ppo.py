@@ -4,11 +4,8 @@
 `import verl`. `register_trainer` registers two names, and `trainer.v1.trainer_mode` selects one of them: verl's own
 class, which may save and leave at the end of a step.
 
-verl uses the name of the mode for more than the choice of the trainer: the replay buffer and the transfer queue ask for
-the name "sync", too. So the name is set back before verl's constructor sees it.
-
-Nothing of verl is replaced: our methods are those that verl calls for its subclasses. The exception is a recipe with a
-main of its own, which names verl's classes and derives from them: below it, ours stand under verl's own names.
+Our methods are those that verl calls for its subclasses, and around two of its replay buffer's. A recipe with a main of
+its own names verl's classes and derives from them: below it, ours stand under verl's own names.
 """
 
 import os

@@ -1,5 +1,4 @@
-"""The driver's part in keeping verl's responses: positions of prompts, what is told of the ledger, and its pruning. No
-verl.
+"""Gives prompts their positions, tells of the ledger and prunes it, in verl's driver. No verl.
 
 `verl_rollouts` is the workers' part.
 """
@@ -41,12 +40,10 @@ class Account(NamedTuple):
 
 
 class Recording:
-    """A manager of verl's that keeps responses, and what it has all of its workers do: `verl_rollouts.LedgerManager`.
+    """What a manager of verl's that keeps responses has all of its workers do: `verl_rollouts.LedgerManager`."""
 
-    Here, because the driver cannot import that module: a process of Ray's imports it first, it imports verl, and verl
-    then imports the driver's module.
-    """
-
+    # Here, because the driver cannot import that module: a process of Ray's imports it first, it imports verl, and verl
+    # then imports the driver's module.
     agent_loop_workers: list[Any]
     alive: list[Any]
     """Of each worker, what ends with it."""
@@ -60,9 +57,8 @@ class Recording:
         return Account(replayed, continued, recorded, news, modes)
 
     def require_workers(self) -> None:
-        """Raises Ray's own error if a worker is dead. verl gives its workers prompts and asks no more, so that it would
-        wait without end.
-        """
+        """Raises Ray's own error if a worker is dead."""
+        # verl gives its workers prompts and asks no more, so that it would wait without end.
         import ray
 
         ended, _ = ray.wait(self.alive, timeout=0)
@@ -81,7 +77,6 @@ class Recording:
         self._all("forget", before)
 
     def _all(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of each worker, and returns the answers of all."""
         import ray
 
         calls = [getattr(worker, method).remote(*args) for worker in self.agent_loop_workers]
@@ -110,7 +105,7 @@ class Rollouts:
 
         Raises:
             CheckpointCorrupt: verl has found another step there, or no position in the data.
-            DataError: it does not say where in the data.
+            DataError: its positions.json cannot be read.
         """
         resume = self._session.resume
         # verl begins with step 0, or with the first prompt, where it finds nothing, and says so in its log alone.
@@ -152,22 +147,14 @@ class Rollouts:
         )
 
     def positions(self, uids: Sequence[str]) -> list[int]:
-        """Gives the next prompts their positions.
-
-        Args:
-            uids: verl's, by which its queue knows them.
-        """
+        """Gives the next prompts their positions, by verl's `uid` of each."""
         first, self._next = self._next, self._next + len(uids)
         given = list(range(first, self._next))
         self._open.update(zip(uids, given, strict=True))
         return given
 
     def order(self, keys: Sequence[str]) -> list[int]:
-        """Returns the order that sorts responses by position, session and number.
-
-        Args:
-            keys: verl's, `<uid>_<session>_<number>`.
-        """
+        """Returns the order that sorts verl's keys, `<uid>_<session>_<number>`, by position and numbers."""
 
         def place(index: int) -> tuple[int, str, int, int]:
             uid, session, number = keys[index].split("_")
@@ -177,11 +164,7 @@ class Rollouts:
         return sorted(range(len(keys)), key=place)
 
     def note(self, step: int, open_uids: Collection[str]) -> None:
-        """Notes what was given out when `step` ends, for its checkpoint.
-
-        Args:
-            open_uids: prompts that verl's queue keeps beyond this step.
-        """
+        """Notes what was given out when `step` ends, and the prompts that verl's queue keeps beyond it."""
         self._open = {uid: place for uid, place in self._open.items() if uid in open_uids}
         self._noted = step, Positions(self._next, dict(self._open))
 

@@ -14,11 +14,7 @@ from verl_slurm.wire.messages import SaveRequest
 
 
 class Saves:
-    """The saves of one start, in verl's driver.
-
-    Attributes:
-        saver: for the files of all ranks.
-    """
+    """The saves of one start, in verl's driver."""
 
     def __init__(self, saver: StepEndSaver) -> None:
         self.saver = saver
@@ -36,27 +32,16 @@ class Saves:
         self._before, self._metrics = self._metrics, metrics
 
     def save(self, step: int, write: Callable[[], None]) -> None:
-        """Saves after `step`, as verl wants to.
-
-        Args:
-            write: makes verl write; its files are complete when it returns.
-        """
+        """Saves after `step`, as verl wants to. verl's files are complete when `write` returns."""
         # Asked before a periodic save, which then answers the request as well: one save instead of two.
         self._asked(step)
         self._save(step, write)
 
     def leave_early(self, step: int, write: Callable[[], None]) -> bool:
-        """Answers a request to stop while the step after `step` is being sampled, and its end cannot be reached.
-
-        Until it is sampled, weights and optimizers are those of the end of `step`. So the last update is saved if there
-        is time, and not lost with the running step.
-
-        Args:
-            write: makes verl write the state after `step`.
-
-        Returns:
-            Whether the loop must end here.
+        """Answers a request to stop while the step after `step` is being sampled, and its end cannot be reached. Saves
+        the last update if there is time; returns whether the loop must end here.
         """
+        # Until the step is sampled, weights and optimizers are those of the end of the last one.
         saver = self.saver
         if not saver.leave_early():
             return False
@@ -75,14 +60,7 @@ class Saves:
         return True
 
     def step_end(self, step: int, write: Callable[[], None]) -> bool:
-        """Runs after a step, and after its periodic save.
-
-        Args:
-            write: as in `save`.
-
-        Returns:
-            Whether the loop must end here.
-        """
+        """Runs after a step, and after its periodic save; returns whether the loop must end here."""
         # Still open: no periodic save of this step has answered it.
         if self._asked(step) is not None:
             self._save(step, write)
@@ -96,11 +74,7 @@ class Saves:
             self.saver.step_done(step, metrics)
 
     def end(self, step: int) -> None:
-        """Handles the end of verl's loop after `step`.
-
-        Raises:
-            VerlSlurmError: as `last_words`.
-        """
+        """Handles the end of verl's loop after `step`. Raises VerlSlurmError as `last_words`."""
         # First: the last commit may still be running, and the verdict depends on it.
         self.saver.end()
         last_words(self.saver, step=step, total=self._total, began=self._began)
@@ -125,7 +99,6 @@ def last_words(saver: StepEndSaver, *, step: int, total: int, began: int) -> Non
     """Reports the result of verl's loop by the step that it reached: verl exits with 0 in any case.
 
     Args:
-        step, total: whole steps done, and to do.
         began: whole steps done when it began.
 
     Raises:
@@ -152,11 +125,7 @@ def last_words(saver: StepEndSaver, *, step: int, total: int, began: int) -> Non
 
 
 def require_all(step: int, total: int, began: int, *, where: Path | None) -> None:
-    """Requires that verl reached its last step.
-
-    Raises:
-        VerlSlurmError: verl ended before its last step.
-    """
+    """Raises VerlSlurmError if verl ended before its last step."""
     if step >= total:
         return
     raise VerlSlurmError(

@@ -23,10 +23,7 @@ def require_verl(session: Session) -> None:
 
 
 def resume_point(config: RunConfig, paths: RunPaths, name: str) -> tuple[Path, int]:
-    """Returns the directory that verl resumes from, and its step.
-
-    Args:
-        name: of a verified checkpoint.
+    """Returns the directory that verl resumes from in a verified checkpoint, and its step.
 
     Raises:
         ConfigError: it is not of this kind of run, or of another number of ranks.
@@ -47,7 +44,7 @@ def resume_point(config: RunConfig, paths: RunPaths, name: str) -> tuple[Path, i
 
 
 def start_settings(config: RunConfig, paths: RunPaths, attempt: int, resume: Path | None) -> Composed:
-    """Composes verl's settings for attempt `attempt`.
+    """Composes verl's settings for an attempt.
 
     Args:
         resume: from `resume_point`; None: from the start.

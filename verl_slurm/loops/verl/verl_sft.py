@@ -3,8 +3,6 @@
 Under a daemon the settings come from the section `verl` of the run's configuration, and the run decides where to save
 and what to resume from. Run by hand, the arguments are the settings, verl saves and resumes as usual, and nothing is
 committed. The trap at an epoch's end is avoided there, too.
-
-The first message to the daemon is sent before torch and verl are imported.
 """
 
 import argparse

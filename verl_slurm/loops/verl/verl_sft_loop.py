@@ -27,7 +27,6 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
     """The trainer of one rank.
 
     Args:
-        config: verl's own, whole.
         saver: commits verl's saves, and is asked at each step's end; None: no service, verl saves as usual.
         resume_step: where it has to resume, 0: from the beginning; None: wherever verl finds something.
 
@@ -37,6 +36,7 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
 
     Raises:
         ConfigError: the data ends before `trainer.total_training_steps`.
+        VerlSlurmError: verl did not resume from `resume_step`.
     """
 
     total_training_steps: int
@@ -128,9 +128,7 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
         name, last = guest_directory("verl", step), step >= self.total
 
         def shards() -> list[str]:
-            """Lists this rank's files. It hashes them itself; rank 0 hashes those of no rank (tokenizer, data
-            loaders).
-            """
+            # Of this rank, which hashes them itself; rank 0 hashes those of no rank (tokenizer, data loaders).
             found = (saver.work / name).glob(f"*_rank_{self.rank}.pt")
             return sorted(f"{name}/{path.name}" for path in found)
 
@@ -140,9 +138,7 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
 
 
 def _seed(seed: int) -> None:
-    """Seeds the generators. verl's SFT seeds nothing: made-up weights (LoRA's) and dropout would differ in every
-    attempt.
-    """
+    # verl's SFT seeds nothing: made-up weights (LoRA's) and dropout would differ in every attempt.
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

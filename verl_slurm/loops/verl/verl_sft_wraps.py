@@ -1,5 +1,4 @@
-"""Puts our functions around those of two members of verl's SFT trainer: its worker and its checkpoint handler. Without
-verl.
+"""Puts our functions around those of verl's SFT worker and of its checkpoint handler. Without verl.
 
 This avoids a trap of verl's. A data loader's state saved at the end of an epoch is that of an exhausted iterator: a run
 resumed from it trains an epoch of no steps, and exits with 0. So it is not loaded there: the next epoch begins with a
@@ -32,12 +31,9 @@ def watch_checkpoints(
     """Has verl's `CheckpointHandler` load the data loader's state where it is useful, and our save around its own.
 
     Args:
-        steps_per_epoch: of this run's data.
-        save: takes the step, and a function that writes it. It decides whether verl writes at all: without room a save
-            is not begun.
+        save: takes the step, and a function that writes it. It decides whether verl writes at all.
 
-    `load_checkpoint` then raises CheckpointCorrupt for a checkpoint from within an epoch that lacks the place in the
-    data: verl would begin the epoch again, and report that in its log only.
+    `load_checkpoint` then raises CheckpointCorrupt for one from within an epoch that lacks the place in the data.
     """
     load, write = handler.load_checkpoint, handler.save_checkpoint
 
@@ -52,6 +48,7 @@ def watch_checkpoints(
             handler.train_dataloader = loader
         if step % steps_per_epoch == 0:
             return step  # an exhausted iterator's: the next epoch begins afresh
+        # verl would begin the epoch again, and report that in its log only.
         if not held:
             raise CheckpointCorrupt(
                 "the checkpoint does not say where in the data it is from",

@@ -39,11 +39,7 @@ _NEXT_ENGINE_S = 0.5
 
 
 class PromptSession:
-    """One session of a prompt while it is sampled, by the names that outlast an attempt.
-
-    Args:
-        digest: of what was asked, for the record of the whole session.
-    """
+    """One session of a prompt while it is sampled, by the names that outlast an attempt."""
 
     def __init__(self, position: int, session: int, digest: str) -> None:
         self.position, self.number, self.digest = position, session, digest

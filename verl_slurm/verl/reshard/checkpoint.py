@@ -65,7 +65,6 @@ class DivisionSource:
 
     Attributes:
         directory: a checkpoint of a run, or a `global_step_N` of plain verl.
-        step: the `global_step_N`.
         manifest: None: plain verl's.
     """
 
@@ -108,11 +107,7 @@ def open_source(directory: Path, on_bytes: OnBytes = lambda _: None) -> Division
 
 
 def source_of(directory: Path, manifest: Manifest) -> DivisionSource:
-    """Returns the source that a verified checkpoint is.
-
-    Raises:
-        ConfigError: another loop than verl's saved it.
-    """
+    """Returns a verified checkpoint as a source. Raises ConfigError if another loop than verl's saved it."""
     if manifest.guest == "verl":
         step = directory / guest_directory("verl", manifest.step)
         return DivisionSource(directory=directory, step=step, manifest=manifest)
@@ -135,9 +130,6 @@ def source_of(directory: Path, manifest: Manifest) -> DivisionSource:
 def python_for(source: DivisionSource, contained: Callable[..., list[str]]) -> RanksPython:
     """Returns the Python of the ranks of the checkpoint's run; of any other checkpoint that of this process.
 
-    Args:
-        contained: `containers.runtimes.contained_argv`.
-
     Raises:
         ConfigError, PermissionRefused: the run's configuration does not load, or could be another user's.
     """
@@ -150,12 +142,7 @@ def python_for(source: DivisionSource, contained: Callable[..., list[str]]) -> R
 def division_of(
     source: DivisionSource, ranks: int, python: RanksPython, **how: Any
 ) -> AbstractContextManager[Division]:
-    """Plans the same state on `ranks` ranks. Arguments as of `dividing.start_division`.
-
-    Raises:
-        ConfigError, CheckpointCorrupt: as `require_fsdp`; it cannot be divided so.
-        VerlSlurmError, OSError: as `dividing.start_division`.
-    """
+    """Plans the same state on `ranks` ranks. Errors as `require_fsdp`; all else as `start_division`."""
     require_fsdp(source, ranks)
     return start_division(source.step, ranks, python, **how)
 
@@ -195,11 +182,7 @@ def require_fsdp(source: DivisionSource, ranks: int) -> None:
 
 
 def require_room(source: DivisionSource, plan: ReshardPlan, where: Path) -> None:
-    """Requires that the result fits.
-
-    Raises:
-        NoRoom: it does not.
-    """
+    """Raises NoRoom if the result does not fit."""
     sizes = [info.st_size for info in files_below(source.step).values()]
     # What is whole on every rank, and the descriptions, grow with the ranks; all else stays.
     num_bytes = max(sum(sizes), plan.written_bytes)
@@ -307,18 +290,15 @@ def prepare_ranks(
     python: RanksPython,
     on_bytes: OnBytes = lambda _: None,
 ) -> Made | None:
-    """Divides a verified checkpoint of the run among `ranks` ranks, unless it is of so many, or was divided before.
+    """Divides a verified checkpoint of the run among `ranks` ranks. Returns None if it is of so many, or was divided
+    before.
 
     Runs at a start, when the attempt owns the run and no rank runs yet.
 
     Args:
         manifest: of the checkpoint to resume from; None: the run begins from nothing.
-        python: of the ranks.
         on_bytes: told how many more bytes were written or compared, and 0 twice in a second. An exception of its ends
             the work.
-
-    Returns:
-        What was made; None: nothing had to be.
 
     Raises:
         ConfigError: it cannot be divided so.

@@ -52,7 +52,6 @@ class RolePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         role: `actor`, `critic`, or empty (SFT).
-        engine: FSDP 1 or 2.
         num_divided: of its tensors; the others are whole in the file of every rank.
     """
 
@@ -69,8 +68,7 @@ class ReshardPlan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     Attributes:
         before, after: ranks.
         num_data: data loader states of SFT; None: PPO, whose one state does not depend on the ranks.
-        written_bytes: of the tensors in the files of all new ranks.
-        largest_bytes: of those in one file.
+        written_bytes, largest_bytes: of the tensors in the files of all new ranks, and in the largest file.
     """
 
     before: int
@@ -161,7 +159,6 @@ def ranks_python(
 
     Args:
         config: paths absolute.
-        contained: `containers.runtimes.contained_argv`.
         on_node: this is a node of the job: the user's own commands (`slurm.setup`) are run, and their variables set.
 
     Raises:
@@ -194,11 +191,7 @@ def ranks_python(
 
 
 class Division:
-    """A process that has planned how a step is divided. Made by `start_division`.
-
-    Attributes:
-        plan: what it will do.
-    """
+    """A process that has planned how a step is divided (`plan`). Made by `start_division`."""
 
     def __init__(
         self,

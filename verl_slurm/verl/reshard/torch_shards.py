@@ -146,8 +146,9 @@ class DividedTensor:
         return (*self.shape[: self.new_dim], end - begin, *self.shape[self.new_dim + 1 :])
 
     def new_part(self, after: int, rank: int) -> torch.Tensor:
-        """Returns that part, new and on the CPU: the GPU's number may not exist on the rank that loads it, and both
-        FSDP and the optimizers move what they load to where they need it."""
+        """Returns that part, new and on the CPU."""
+        # Not on a GPU, whose number may not exist on the rank that loads it. Both FSDP and the optimizers move what
+        # they load to where they need it.
         if self.new_dim is None:
             return self.parts[0].clone() if self.dim is None else torch.cat(self.parts, self.dim)
         begin, end = share(self.shape[self.new_dim], after, rank)
@@ -221,14 +222,7 @@ def share(length: int, ranks: int, rank: int) -> tuple[int, int]:
 
 
 def _load(root: int, name: str, allowed: Sequence[Any] = ()) -> Any:
-    """Maps a file of torch.save.
-
-    Args:
-        allowed: functions and classes that it may name besides torch's own.
-
-    Raises:
-        Unclear: it holds something else, or is damaged.
-    """
+    """Maps a file of torch.save, which may name `allowed` besides torch's own. Raises Unclear for another."""
     with open_below(root, name) as fd, torch.serialization.safe_globals(list(allowed)):
         try:
             # With `weights_only` torch makes tensors, and calls nothing that is not named above or by itself.
@@ -248,14 +242,7 @@ def _load(root: int, name: str, allowed: Sequence[Any] = ()) -> Any:
 
 
 def _look_into(value: Any, spared: Collection[str] = ()) -> tuple[list[ValueSlot], bytes]:
-    """Returns where a value has tensors, and a digest of everything else in it.
-
-    Args:
-        spared: keys whose values are taken for tensors.
-
-    Raises:
-        Unclear: it holds something else than torch.save writes for a state.
-    """
+    """Returns where a value has tensors or keys of `spared`, and a digest of all else. Raises Unclear."""
     slots: list[ValueSlot] = []
     known: dict[int, bytes] = {}
 
@@ -296,11 +283,7 @@ def _look_into(value: Any, spared: Collection[str] = ()) -> tuple[list[ValueSlot
 
 
 def _read_shards(root: int, role: str, kind: Literal["model", "optim"], ranks: int) -> Shards:
-    """Reads what the files of all ranks hold. Of those after the first the parts alone are kept.
-
-    Raises:
-        Unclear: a tensor of a form that is not understood, or ranks that hold other things than rank 0.
-    """
+    """Reads what the files of all ranks hold. Of those after the first the parts alone are kept."""
     shards: Shards | None = None
     for rank in range(ranks):
         value = _load(root, shard_name(role, kind, ranks, rank))
@@ -370,9 +353,6 @@ class _Shape(msgspec.Struct):
 def read_step(root: int, path: Path, after: int) -> DividedStep:
     """Reads what the shards of a step hold, and plans what becomes of them. Needs `torch.no_grad`.
 
-    Args:
-        root: the open directory.
-
     Raises:
         Unclear: it cannot be divided so.
         OSError: it cannot be read.
@@ -430,11 +410,7 @@ def _set_lengths(optimizer: Shards, lengths: Sequence[int]) -> None:
 
 
 def _flat_lengths(role: str, ranks: int, model: Shards, optimizer: Shards) -> list[int]:
-    """Returns the length of each of FSDP1's flat parameters, in the optimizer's order.
-
-    Raises:
-        Unclear: the model's parameters do not give the lengths that the optimizer has.
-    """
+    """Returns the length of each of FSDP1's flat parameters, in the optimizer's order."""
     groups = optimizer.value.get("param_groups") if isinstance(optimizer.value, dict) else None
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise Unclear(f"{role} has an optimizer without groups of parameters")
@@ -494,11 +470,7 @@ def _read_data(root: int, name: str) -> tuple[Any, list[ValueSlot], bytes]:
 
 
 def _plan_data(root: int, before: int, count: int, after: int) -> tuple[int, int | None]:
-    """Returns the number of SFT's data loader states, and what each has given out; None: no such number is kept.
-
-    Raises:
-        Unclear: the data cannot be divided among so many.
-    """
+    """Returns the number of SFT's data loader states, and what each has given out; None: no such number is kept."""
     read = [_read_data(root, f"data_{rank}.pt") for rank in range(count)]
     samples = {slot.value for _, slots, _ in read for slot in slots}
     # Each loader gives out every D-th row of one order, so all are at the same place after each step.
@@ -607,8 +579,8 @@ def _write_extra(step: DividedStep, role: str, folder: Path) -> None:
 
 
 def _renew(generators: dict[str, Any], rank: int) -> None:
-    """Gives a new rank generators of its own: the same each time, and no two ranks alike. A copy of another rank's
-    would draw the same noise on both."""
+    """Gives a new rank generators of its own: the same each time, and no two ranks alike."""
+    # A copy of another rank's would draw the same noise on both.
     state = generators.get("cpu")
     first = bytes(state.tolist()) if isinstance(state, torch.Tensor) else b""
     seed = int.from_bytes(sha256(first + b"|reshard|%d" % rank).digest()[:8], "little")
@@ -639,12 +611,7 @@ def _write_data(step: DividedStep, count: int, samples: int | None, target: Path
 
 
 def _digest(tensor: DividedTensor, where: Path, on_bytes: Callable[[int], None]) -> bytes:
-    """Returns the digest of a tensor put together: path, type, shape and bits.
-
-    Raises:
-        CheckpointCorrupt: it is whole on every rank, and not the same on all of them.
-        Unclear: it is filled up with other numbers than 0.
-    """
+    """Returns the digest of a tensor put together: path, type, shape and bits."""
     path = tensor.slot.path
     head = f"{path}|{tensor.parts[0].dtype}|{tensor.shape}|".encode()
     copies = [tensor.parts] if tensor.dim is not None else [[part] for part in tensor.parts]
