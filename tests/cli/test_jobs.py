@@ -51,6 +51,7 @@ GOLDEN = Path(__file__).parent.parent / "slurm" / "golden"
         ("pending", "ReqNodeNotAvail,_Reserved_for_maintenance", "JobId=1 TimeLimit=MINUTES"),
         ("pending", "QOSMaxCpuPerUserLimit", ""),
         ("pending", "AssocGrpCPURunMinutesLimit", ""),
+        ("pending", "PartitionNodeLimit", "scontrol update JobId=1 Partition=OTHER"),
         ("pending", "BadConstraints", "scontrol update JobId=1 Features=OTHER"),
         ("pending", "DependencyNeverSatisfied", "scontrol update JobId=1 Dependency="),
         ("pending", "Resources", ""),
@@ -62,6 +63,18 @@ def test_a_job_that_stands_still_has_a_way_on(moment: str, reason: str | None, w
     told = way_on(msgspec.structs.replace(facts, reason=reason))
     assert way in told
     assert bool(way) == bool(told)
+
+
+def test_a_job_whose_steps_were_stopped_by_a_signal_has_a_way_on() -> None:
+    facts = parse_job((GOLDEN / "running.txt").read_text(), 1)
+    assert "scancel --signal=CONT 1" in way_on(msgspec.structs.replace(facts, state="STOPPED"))
+
+
+def test_a_job_that_was_requeued_in_a_special_state_is_held_and_not_over() -> None:
+    facts = parse_job((GOLDEN / "pending.txt").read_text(), 1)
+    held = msgspec.structs.replace(facts, state="SPECIAL_EXIT", reason="job_requeued_in_held_state")
+    assert (held.is_waiting, held.is_over) == (True, False)
+    assert way_on(held) == "scontrol release 1"
 
 
 def on_a_cluster_with(job: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

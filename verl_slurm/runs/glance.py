@@ -27,6 +27,7 @@ from verl_slurm.journal.pace import number
 from verl_slurm.journal.status import read_status
 from verl_slurm.runs.liveness import elsewhere, is_held, is_script_of, job_number, job_state, needed_change
 from verl_slurm.runs.run_record import job_by_files, with_cluster
+from verl_slurm.slurm.facts import is_stopped, is_waiting
 from verl_slurm.slurm.slurm_client import SlurmClient
 
 _DEPTH = 3
@@ -302,9 +303,9 @@ def state_of(run: Glance, seen: Seen | None) -> str:
         return "cancelled" if run.is_cancelled else "gone"
     if seen is not None and seen.alive is None and seen.detail.startswith("it is of Slurm cluster"):
         return f"on {run.job.slurm}"
-    if seen is not None and seen.state in ("PENDING", "SUSPENDED"):
-        if seen.state == "SUSPENDED":
-            return "suspended"
+    if seen is not None and is_stopped(seen.state):
+        return "suspended"
+    if seen is not None and is_waiting(seen.state):
         return "held" if is_held(seen.detail) or needed_change(seen.detail) else "queued"
     state = str(run.status.get("state") or "")
     its_snapshot = run.status.get("job_id") == run.job.job_id

@@ -65,14 +65,14 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
 _OUR_SCRIPT = re.compile(r"\.submission_file_[0-9a-f]{32}\.sh|successor_of_\d+\.sh")
 _CHANGES = {
     r"PartitionTimeLimit|(QOS|Assoc)Max\w*(WallDuration|MinutesPerJob)": "TimeLimit=MINUTES",
-    r"PartitionNodeLimit|(QOS|Assoc)MaxNode\w*PerJob": "NumNodes=N",
     # More of something than any job there may have; and too little of it.
     r"QOSMax\w+Per(Job|Node)|QOSMin": "QOS=OTHER",
     r"AssocMax\w+Per(Job|Node)": "Account=OTHER",
     # A budget of past jobs. Other group limits, RunMinutes among them, are freed by the end of jobs that run.
     r"QOSGrp\w*(?<!Run)Minutes|QOSGrpWall|QOSUsageThreshold": "QOS=OTHER",
     r"AssocGrp\w*(?<!Run)Minutes|AssocGrpWall": "Account=OTHER",
-    r"PartitionDown|PartitionInactive": "Partition=OTHER",
+    # Not the number of nodes: what a run is divided over is settled when it is submitted.
+    r"PartitionDown|PartitionInactive|PartitionNodeLimit": "Partition=OTHER",
     r"BadConstraints": "Features=OTHER",
     r"DependencyNeverSatisfied": "Dependency=",
     r"InvalidAccount|AccountNotAllowed": "Account=OTHER",
@@ -148,6 +148,9 @@ def way_on(facts: JobFacts) -> str:
     # A requeue of a suspended job would leave it held for good (JobHeldAdmin), so it has to go on first.
     if facts.state == "SUSPENDED":
         return f"scontrol resume {facts.target}"
+    # Its ranks alone: the lead goes on, and cannot tell a rank that was stopped from one that computes.
+    if facts.state == "STOPPED":
+        return f"its ranks were stopped by a signal: scancel --signal=CONT {facts.target}"
     reason = facts.reason or ""
     if is_held(reason):
         return f"scontrol release {facts.target}"

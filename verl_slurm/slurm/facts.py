@@ -9,7 +9,7 @@ import msgspec
 _STATES_RUNNING = frozenset({"RUNNING", "SIGNALING", "RESIZING", "STOPPED"})
 _STATES_OVER = frozenset(
     {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"}
-    | {"PREEMPTED", "REVOKED", "SPECIAL_EXIT", "STAGE_OUT", "TIMEOUT"}
+    | {"PREEMPTED", "REVOKED", "STAGE_OUT", "TIMEOUT"}
 )
 _STATES_WAITING = frozenset(
     {
@@ -19,12 +19,25 @@ _STATES_WAITING = frozenset(
         "REQUEUE_FED",
         "REQUEUE_HOLD",
         "RESV_DEL_HOLD",
+        "SPECIAL_EXIT",  # requeued, and held until somebody releases it
     }  # 25.11, then all versions
 )
+# Slurm keeps its nodes, and nothing of it moves until somebody lets it go on.
+_STATES_STOPPED = frozenset({"SUSPENDED", "STOPPED"})
 _STATES_FAILED = frozenset({"BOOT_FAIL", "COMPLETING", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"})
 _REASONS_FAILED = frozenset(
     {"JobLaunchFailure", "NodeDown", "NonZeroExitCode", "OutOfMemory", "PartitionDown", "RaisedSignal"}
 )
+
+
+def is_waiting(state: str) -> bool:
+    """Returns whether a job in this state is in the queue, maybe held there, and has no nodes yet, or no more."""
+    return state in _STATES_WAITING
+
+
+def is_stopped(state: str) -> bool:
+    """Returns whether a job in this state stands still until somebody lets it go on."""
+    return state in _STATES_STOPPED
 
 
 class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,7 +132,7 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_waiting(self) -> bool:
         """Returns whether it is in the queue, maybe held there, and has no nodes yet, or no more."""
-        return self.state in _STATES_WAITING
+        return is_waiting(self.state)
 
     @property
     def is_over(self) -> bool:
