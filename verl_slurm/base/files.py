@@ -28,11 +28,20 @@ _GROUP_READS = 0o040
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
-def private_dir(path: Path) -> Path:
-    """Makes `path` and its parents durably and requires our own uid and mode 0700, or that of `open_to_group`."""
+def private_dir(path: Path, inside: Path | None = None) -> Path:
+    """Makes `path` and its parents durably and requires our own uid and mode 0700, or that of `open_to_group`.
+
+    Args:
+        inside: a folder above that must be there: a run that was moved or unmounted is not made again in its place.
+    """
     # Noted before mkdir: afterwards nothing tells which names are new and have to be made durable.
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if inside is not None and inside in made:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(inside))
+    # One by one, each in a parent that is there: mkdir with `parents` would make `inside` if it went this moment.
+    for folder in reversed(made):
+        with suppress(FileExistsError):  # another process was first
+            folder.mkdir(mode=0o700)
     # Owner and mode are asked of the descriptor: the name may be exchanged between two calls. mkdir with exist_ok
     # accepts anybody's directory of that name.
     try:
@@ -155,7 +164,7 @@ def make_private(path: Path) -> Path:
         return path
     try:
         # mkdir passes through a directory that another user made first, so the folder above is checked as well.
-        private_dir(path.parent)
+        private_dir(path.parent, inside=path.parent.parent)
         require_safe_folder(path.parent.parent, "others can put a directory of theirs in the place of ours")
     except PermissionRefused as error:
         # For a save this is a failure of one medium like any other; the other medium may still succeed.

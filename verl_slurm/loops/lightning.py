@@ -384,7 +384,7 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
 
         def write() -> None:
             # Every rank: Lightning's save is collective, and each rank adds its own place.
-            written = private_dir(saver.work / name)
+            written = private_dir(saver.work / name, inside=saver.work)
             # Whole: with the weights alone nothing could be resumed.
             trainer.save_checkpoint(written / _FILE, weights_only=False)
             for logger in trainer.loggers:

@@ -147,9 +147,10 @@ class Exporter:
         target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._written = msgspec.json.encode([{"targets": [target], "labels": labels}])
         directory = self._config.observability.targets_dir
-        target_file = (
-            private_dir(Path(directory) if directory else self._paths.metrics) / f"{number}.{self._name}.json"
+        folder = (
+            private_dir(Path(directory)) if directory else private_dir(self._paths.metrics, self._paths.root)
         )
+        target_file = folder / f"{number}.{self._name}.json"
         write_file(target_file, self._written)
         self._target_file = target_file
 

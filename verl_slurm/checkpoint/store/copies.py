@@ -207,7 +207,7 @@ class DirectoryPlace:
             try:
                 info = os.lstat(folder)
             except FileNotFoundError:
-                private_dir(folder)
+                private_dir(folder, inside=self._root)
                 continue
             # Another user's directory, or a link, could be exchanged under what is written there.
             if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():

@@ -39,7 +39,7 @@ def move_to_quarantine(directory: Path, reasons: Sequence[str], *, until_gone: s
     if not os.path.lexists(directory):
         return None
     # Beside the checkpoints, on the same file system: the move is a rename, and no copy can fail half way.
-    quarantine = private_dir(directory.parent / "quarantine")
+    quarantine = private_dir(directory.parent / "quarantine", inside=directory.parent)
     # A random suffix: the same name may be set aside more than once.
     target = quarantine / f"{directory.name}.{secrets.token_hex(4)}"
     record = {

@@ -38,13 +38,13 @@ def store_tree(folder: Path, source: Path, tree: Fingerprint, what: str, *, link
         Fenced: a file has changed since it was read.
         OSError: no room, or no permission.
     """
-    private_dir(folder)
+    private_dir(folder, inside=folder.parent)
     final = folder / tree.digest
     # Left by a process that died. Large ones of several deaths would fill the disk.
     for path in folder.glob(".*.tmp"):
         shutil.rmtree(path)
     # Under a name that no reader takes for a copy until it is whole.
-    staging = private_dir(folder / f".{tree.digest}.{secrets.token_hex(8)}.tmp")
+    staging = private_dir(folder / f".{tree.digest}.{secrets.token_hex(8)}.tmp", inside=folder)
     try:
         folders = {staging / name for name, entry in tree.files.items() if entry.kind == "directory"} | {
             staging

@@ -197,7 +197,7 @@ class CheckpointSaver:
         # By rank 0's clock and measure for all: ranks that judged for themselves could disagree about the media.
         reason = why_not_shared(self._last_seconds, save.seconds_left, has_local=has_local)
         if save.components:
-            private_dir(paths.root)
+            private_dir(paths.root, inside=paths.run)
         # With a second copy shared storage is asked for nothing here: it may be gone and never answer. Each rank,
         # and its writer process, makes the directory for itself.
         make = door.name_staging if has_local else door.begin
