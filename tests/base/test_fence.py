@@ -12,7 +12,7 @@ import pytest
 from verl_slurm.base import fence
 from verl_slurm.base.errors import CheckpointCorrupt, Fenced
 from verl_slurm.base.fence import read_owner, require_attempt, take_attempt
-from verl_slurm.base.files import write_file
+from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 
 
@@ -51,7 +51,7 @@ def _take(root: str, queue: "multiprocessing.Queue[int]") -> None:
 def test_of_many_who_start_at_once_no_two_get_the_same_attempt(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     for round_number in range(20):
-        root = tmp_path / str(round_number)
+        root = private_dir(tmp_path / str(round_number))
         queue = context.Queue()
         racers = [context.Process(target=_take, args=(str(root), queue)) for _ in range(4)]
         for racer in racers:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.builders import make_manifest
+from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, Manifest
 from verl_slurm.checkpoint.format.state_schema import current_schema, render_schema
@@ -54,7 +55,7 @@ def manifest_of(staging: StagingDirectory, **changes: object) -> Manifest:
 
 @pytest.fixture
 def paths(tmp_path: Path) -> RunPaths:
-    return RunPaths(tmp_path / "run")
+    return RunPaths(private_dir(tmp_path / "run"))
 
 
 @pytest.fixture

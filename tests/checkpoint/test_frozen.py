@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from verl_slurm.base.errors import Fenced
+from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store import frozen
 from verl_slurm.checkpoint.store.frozen import FrozenCopies, check_frozen, frozen_digests, store_frozen
@@ -29,7 +30,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_a_model_is_stored_by_its_digest_and_once(model: Path, tmp_path: Path) -> None:
-    paths, seen = RunPaths(tmp_path / "run"), fingerprint(model)
+    paths, seen = RunPaths(private_dir(tmp_path / "run")), fingerprint(model)
     stored = store_frozen(paths, model, seen)
     assert stored == paths.frozen / seen.digest
     assert (stored / "sub" / "w.safetensors").read_bytes() == b"weights"
@@ -48,7 +49,7 @@ def rot(stored: Path) -> None:
 
 
 def test_a_copy_that_rotted_is_set_aside_loudly_and_stored_anew(model: Path, tmp_path: Path) -> None:
-    paths, seen, said = RunPaths(tmp_path / "run"), fingerprint(model), list[str]()
+    paths, seen, said = RunPaths(private_dir(tmp_path / "run")), fingerprint(model), list[str]()
     stored = store_frozen(paths, model, seen, notice=said.append)
     rot(stored)
     assert store_frozen(paths, model, seen, notice=said.append) == stored
@@ -63,7 +64,7 @@ def test_a_copy_that_rotted_is_set_aside_loudly_and_stored_anew(model: Path, tmp
 
 @pytest.mark.parametrize("harm", ["missing", "extra", "longer", "link"])
 def test_a_copy_is_exactly_the_model_or_damaged(model: Path, tmp_path: Path, harm: str) -> None:
-    paths, seen = RunPaths(tmp_path / "run"), fingerprint(model)
+    paths, seen = RunPaths(private_dir(tmp_path / "run")), fingerprint(model)
     file = store_frozen(paths, model, seen) / "config.json"
     if harm == "missing":
         file.unlink()
@@ -83,7 +84,7 @@ def test_a_copy_is_exactly_the_model_or_damaged(model: Path, tmp_path: Path, har
 def test_a_copy_that_cannot_be_read_now_is_said_and_left(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paths, seen, said = RunPaths(tmp_path / "run"), fingerprint(model), list[str]()
+    paths, seen, said = RunPaths(private_dir(tmp_path / "run")), fingerprint(model), list[str]()
     stored = store_frozen(paths, model, seen)
 
     def failing(*_: object) -> None:
@@ -99,7 +100,7 @@ def test_a_copy_that_cannot_be_read_now_is_said_and_left(
 def test_without_its_record_a_copy_is_not_judged_and_the_next_start_records_it_anew(
     model: Path, tmp_path: Path
 ) -> None:
-    paths, seen = RunPaths(tmp_path / "run"), fingerprint(model)
+    paths, seen = RunPaths(private_dir(tmp_path / "run")), fingerprint(model)
     store_frozen(paths, model, seen)
     record = paths.frozen / f"{seen.digest}.json"
     for harm in (
@@ -114,7 +115,7 @@ def test_without_its_record_a_copy_is_not_judged_and_the_next_start_records_it_a
 
 
 def test_the_copy_of_a_model_that_is_no_longer_there_is_read_back_too(model: Path, tmp_path: Path) -> None:
-    paths, seen, said = RunPaths(tmp_path / "run"), fingerprint(model), list[str]()
+    paths, seen, said = RunPaths(private_dir(tmp_path / "run")), fingerprint(model), list[str]()
     rot(store_frozen(paths, model, seen))
     copies = FrozenCopies(paths, said.append)
     copies.read_back({seen.digest})
@@ -127,7 +128,7 @@ def test_the_copy_of_a_model_that_is_no_longer_there_is_read_back_too(model: Pat
 def test_a_full_disk_leaves_nothing_and_what_a_dead_start_left_goes(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paths, seen = RunPaths(tmp_path / "run"), fingerprint(model)
+    paths, seen = RunPaths(private_dir(tmp_path / "run")), fingerprint(model)
     (paths.frozen / ".abc.0123.tmp").mkdir(parents=True)
 
     def full(*_: object) -> None:
@@ -140,7 +141,7 @@ def test_a_full_disk_leaves_nothing_and_what_a_dead_start_left_goes(
 
 
 def test_a_model_that_changes_while_it_is_copied_is_not_stored(model: Path, tmp_path: Path) -> None:
-    paths, seen = RunPaths(tmp_path / "run"), fingerprint(model)
+    paths, seen = RunPaths(private_dir(tmp_path / "run")), fingerprint(model)
     (model / "config.json").write_text("{ }")
     with pytest.raises(Fenced, match="has changed while it was copied"):
         store_frozen(paths, model, seen)
@@ -152,7 +153,7 @@ def test_a_large_copy_is_read_back_once_the_training_begins(
 ) -> None:
     """Until then the disk and the cores are the start's."""
     monkeypatch.setattr(frozen, "_READ_AT_ONCE", 0)
-    paths, said = RunPaths(tmp_path / "run"), queue.SimpleQueue[str]()
+    paths, said = RunPaths(private_dir(tmp_path / "run")), queue.SimpleQueue[str]()
     rot(store_frozen(paths, model, fingerprint(model)))
     copies = FrozenCopies(paths, said.put)
     copies.read_back(set())

@@ -438,6 +438,31 @@ class Constant(TrainerCallback):
         metrics["eval_never_better"] = 0.5
 
 
+class MovesTheRun(TrainerCallback):
+    """Takes the run away during step 2, and brings it back during step 4."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.away = root, root.with_name("away")
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            self.root.rename(self.away)
+        if state.global_step == 3:
+            assert not self.root.exists()
+            self.away.rename(self.root)
+
+
+def test_a_run_that_is_away_is_not_made_again_and_saves_go_on_when_it_is_back(tmp_path: Path) -> None:
+    run, daemon = Run(tmp_path / "run", every_steps=1), Daemon()
+    Life(run.life(daemon), MovesTheRun(run.paths.root), max_steps=5)
+    assert [path.name for path in run.checkpoints()][-1] == "step_000005"
+    assert [message.step for message in daemon.heard(Finished)] == [5]
+    assert [message.text[:19] for message in daemon.heard(RankNotice) if "not saved" in message.text] == [
+        "step 2 is not saved",
+        "step 3 is not saved",
+    ]
+
+
 def test_a_rate_that_the_program_changed_between_two_attempts_is_said_not_to_be_used(tmp_path: Path) -> None:
     run, same, changed = Run(tmp_path / "run"), Daemon({4: stop()}), Daemon()
     Life(run.life(Daemon({2: stop()})))

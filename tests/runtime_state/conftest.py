@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.runtime_state.format import Arrays, RuntimeState
 
@@ -28,7 +29,7 @@ def batch() -> Callable[..., Arrays]:
 
 @pytest.fixture
 def paths(tmp_path: Path) -> RunPaths:
-    return RunPaths(tmp_path / "run")
+    return RunPaths(private_dir(tmp_path / "run"))
 
 
 @pytest.fixture

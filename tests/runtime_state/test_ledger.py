@@ -15,6 +15,7 @@ from tests.ledger_stats import ledger_stats
 from tests.runtime_state.conftest import batch_of
 from verl_slurm.base.errors import CheckpointCorrupt
 from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.files import private_dir
 from verl_slurm.base.keys import Keyring, MasterKey
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.run_id import run_id
@@ -524,7 +525,7 @@ def test_records_of_another_run_are_not_used_and_that_run_is_named(
     tmp_path: Path, batch: Batch, sealed: bool
 ) -> None:
     keys = Keyring(MasterKey(bytes(range(32)))) if sealed else None
-    ours, other = RunPaths(tmp_path / "ours"), RunPaths(tmp_path / "other")
+    ours, other = (RunPaths(private_dir(tmp_path / name)) for name in ("ours", "other"))
     for paths, rank in ((ours, 0), (other, 1)):
         with Ledger(paths, 1, rank, keys=keys) as ledger:
             for step in range(3):
@@ -553,7 +554,7 @@ def test_records_of_another_run_are_not_used_and_that_run_is_named(
 
 def test_a_foreign_record_that_claims_to_be_ours_does_not_open(tmp_path: Path, batch: Batch) -> None:
     keys = Keyring(MasterKey(bytes(range(32))))
-    ours, other = RunPaths(tmp_path / "ours"), RunPaths(tmp_path / "other")
+    ours, other = (RunPaths(private_dir(tmp_path / name)) for name in ("ours", "other"))
     with Ledger(other, 1, 0, keys=keys) as ledger:
         ledger.append(0, 0, batch(2))
     theirs = other.ledger_segment(1, 0).read_bytes()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.runtime_state import ledger as ledger_module
 from verl_slurm.runtime_state.ledger import Ledger, entry
@@ -42,7 +43,7 @@ OUTPUT: dict[str, Any] = {
 
 @pytest.fixture
 def paths(tmp_path: Path) -> RunPaths:
-    return RunPaths(tmp_path / "run")
+    return RunPaths(private_dir(tmp_path / "run"))
 
 
 def recorded(paths: RunPaths, *keys: tuple[int, int], attempt: int = 1, digest: str = "d") -> None:

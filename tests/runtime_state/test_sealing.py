@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from verl_slurm.base.errors import CheckpointCorrupt, KeyRefused, NotFound
+from verl_slurm.base.files import private_dir
 from verl_slurm.base.keys import Keyring, MasterKey
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.run_id import run_id
@@ -99,10 +100,9 @@ def test_the_same_payload_is_never_sealed_the_same() -> None:
 def test_samples_of_another_run_are_refused_by_its_name(
     paths: RunPaths, tmp_path: Path, keys: Keyring | None
 ) -> None:
-    other = RunPaths(tmp_path / "other")
+    other = RunPaths(private_dir(tmp_path / "other"))
     sample = Sample(sample_id=1, prompt="1+1=", response="2", answer="2", reward=1.0, response_tokens=1)
     for run in (paths, other):
-        run.root.mkdir()
         append_samples(run, 1, 3, 8, [sample], keys=keys)
     assert read_samples(paths, keys)[3].samples == [sample]
     paths.samples.write_bytes(other.samples.read_bytes())

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.run_id import run_id
 from verl_slurm.runtime_state import token_log
@@ -24,7 +25,7 @@ CALL = Call(7, 2, 0, 100, "0badf00d")
 
 @pytest.fixture
 def paths(tmp_path: Path) -> RunPaths:
-    return RunPaths(tmp_path / "run")
+    return RunPaths(private_dir(tmp_path / "run"))
 
 
 def read(paths: RunPaths) -> Prefixes:
@@ -179,7 +180,7 @@ def test_tokens_of_another_form_are_told(paths: RunPaths, columns: Any) -> None:
 
 
 def test_tokens_of_another_run_are_not_used(paths: RunPaths, tmp_path: Path) -> None:
-    other = RunPaths(tmp_path / "other")
+    other = RunPaths(private_dir(tmp_path / "other"))
     log = logged(other)
     log.add(CALL, 0, [1, 2], None)
     log.close()
@@ -268,7 +269,7 @@ def _lengths(root: Path, *, killed: bool, continued: bool) -> np.ndarray:
     ends[:-1] = 1 - alive[1:] / np.maximum(alive[:-1], 1)
     lengths = []
     for step in range(_STEPS):
-        paths = RunPaths(root / str(step))
+        paths = RunPaths(private_dir(root / str(step)))
         calls = [CALL._replace(position=number) for number in range(_RESPONSES)]
         length, going = np.zeros(_RESPONSES, int), np.arange(_RESPONSES)
         kill, tick, log = int(draw.integers(200, 1200)), 0, logged(paths)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from tests.faults.tracing import InProcess
 from tests.save.parts import Parts, contents, provenance, runtime
+from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.save.ranks import staging
 from verl_slurm.save.ranks.collective import Collective
@@ -62,7 +63,7 @@ class Nodes:
     """A run of two ranks, each on a node of its own with a disk of its own."""
 
     def __init__(self, root: Path) -> None:
-        self.paths = RunPaths(root / "run")
+        self.paths = RunPaths(private_dir(root / "run"))
         self.paths.root.mkdir(mode=0o700)
         self.disks = [root / f"n{number}" / "parts" for number in range(2)]
         store = dist.HashStore()

@@ -9,6 +9,7 @@ import torch
 
 from tests.save.parts import Parts, checkpoint_saver, contents, load_tensors
 from verl_slurm.base.errors import KeyRefused
+from verl_slurm.base.files import private_dir
 from verl_slurm.base.keys import Keyring, new_key_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.local_copy import assemble, list_parts, part_problems, send_home
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.torch
 def run(tmp_path: Path) -> RunPaths:
     tmp_path.chmod(0o700)
     (tmp_path / "run").mkdir()
-    return RunPaths(tmp_path / "run")
+    return RunPaths(private_dir(tmp_path / "run"))
 
 
 @pytest.fixture

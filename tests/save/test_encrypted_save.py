@@ -14,6 +14,7 @@ from tests.builders import write_config
 from tests.save.parts import load_runtime_state, load_tensors, provenance, runtime as plain_runtime
 from verl_slurm.base.errors import CheckpointCorrupt, KeyRefused, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.files import private_dir
 from verl_slurm.base.keys import Keyring, MasterKey, new_key_file, read_key_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.encryption import TAG_BYTES
@@ -74,7 +75,7 @@ class Saves:
     """Checkpoints of one run, all by one saver."""
 
     def __init__(self, root: Path, encryption: EncryptionConfig | None) -> None:
-        self.paths = RunPaths(root)
+        self.paths = RunPaths(private_dir(root))
         self._encryption = encryption
 
     def save(self, step: int = 2, tensors: dict[str, Tensors] | None = None, *more: int) -> Path:

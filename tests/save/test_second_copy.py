@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.save.parts import Parts, checkpoint_saver, contents, load_tensors
+from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store import commit
 from verl_slurm.checkpoint.store.local_copy import (
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.torch
 @pytest.fixture
 def run(tmp_path: Path) -> RunPaths:
     (tmp_path / "run").mkdir()
-    return RunPaths(tmp_path / "run")
+    return RunPaths(private_dir(tmp_path / "run"))
 
 
 @pytest.fixture
@@ -185,7 +186,7 @@ def test_old_parts_go_and_the_newest_stay(run: RunPaths, local: Path) -> None:
 def test_every_run_and_node_has_a_place_of_its_own(run: RunPaths, tmp_path: Path) -> None:
     places = {
         local_directory("/nvme", paths, node)
-        for paths in (run, RunPaths(tmp_path / "elsewhere" / "run"))
+        for paths in (run, RunPaths(private_dir(tmp_path / "elsewhere" / "run")))
         for node in ("n1", "n2")
     }
     assert len(places) == 4

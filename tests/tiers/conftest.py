@@ -99,7 +99,7 @@ def _utc(time: datetime) -> str:
 
 @pytest.fixture
 def paths(tmp_path: Path) -> RunPaths:
-    paths = RunPaths(tmp_path / "run")
+    paths = RunPaths(private_dir(tmp_path / "run"))
     private_dir(paths.root)
     return paths
 

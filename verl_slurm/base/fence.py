@@ -103,7 +103,7 @@ def take_attempt(
         Fenced: another attempt took it at the same moment.
     """
     # Claims lie where no other user can make names: who can make a claim owns the run.
-    private_dir(paths.control, inside=paths.root)
+    private_dir(paths.control, inside=paths.run)
     # Two leads may both have found the former one over. Both ask for the same number then, and link(2) lets one of them
     # have it; taking it from the present owner would let the slower one close the faster one's attempt.
     before = read_owner(paths) if isinstance(after, msgspec.UnsetType) else after

@@ -164,7 +164,9 @@ def make_private(path: Path) -> Path:
         return path
     try:
         # mkdir passes through a directory that another user made first, so the folder above is checked as well.
-        private_dir(path.parent, inside=path.parent.parent)
+        # On a node's own disk there is no run, and its folders are made.
+        of_run = path.parent.name == "checkpoints"
+        private_dir(path.parent, inside=path.parent.parent if of_run else None)
         require_safe_folder(path.parent.parent, "others can put a directory of theirs in the place of ours")
     except PermissionRefused as error:
         # For a save this is a failure of one medium like any other; the other medium may still succeed.

@@ -352,6 +352,10 @@ class StepEndSaver:
             return False
         return self.asked() is not None
 
+    def require_run(self) -> None:
+        """Raises RanksFailed if RUN is not there: a framework that saves now would make it again. Collective."""
+        self.ranks.together("looking for the run", self.session.paths.root.stat)
+
     def begins(self, step: int) -> None:
         """Marks the begin of the save of `step`, after its `step_done`. A framework that writes by itself calls this
         before; otherwise `save` does.
@@ -415,6 +419,7 @@ class StepEndSaver:
 
         def put(save: LoopSave, request: SaveRequest | None) -> Commit:
             if write is not None:
+                self.require_run()
                 write()
             written, session = self.work / name, self.session
             # Now: what they tell belongs to this step, and the next one may begin while the files are committed.

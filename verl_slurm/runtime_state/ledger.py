@@ -84,7 +84,7 @@ class Ledger:
         # Training appends while the save path compacts in the background.
         self._writing = threading.Lock()
         self._sync = BackgroundSync()
-        private_dir(self.path.parent, inside=paths.root)
+        private_dir(self.path.parent, inside=paths.run)
         self._run = run_id(paths)
         self._fd = self._open()
         try:

@@ -105,7 +105,7 @@ def ask_for_reward(paths: RunPaths, reward: str, warm_start_steps: int) -> Rewar
         warm_start_steps=warm_start_steps,
         asked_utc=datetime.now(UTC).isoformat(timespec="seconds"),
     )
-    private_dir(paths.control, inside=paths.root)
+    private_dir(paths.control, inside=paths.run)
     write_file(paths.reward_request, msgspec.json.encode(request))
     return request
 

@@ -84,7 +84,7 @@ async def queue_successor(
 async def _wait_for_a_claim(paths: RunPaths, job_id: str, sleep: Callable[[float], Awaitable[Any]]) -> str:
     """Waits until this process may queue the successor (empty), or there is one: its job id."""
     me = f"{socket.gethostname()} {os.getpid()} {birth_of(os.getpid())}".encode()
-    private_dir(paths.control, inside=paths.root)
+    private_dir(paths.control, inside=paths.run)
     for number in itertools.count():
         claim, next_claim = (paths.control / f"successor_of_{job_id}.{n}" for n in (number, number + 1))
         # The claim is ours from before: sbatch had not answered, and no other process has made the next

@@ -94,7 +94,7 @@ async def prepare(root: Path, hostfile: Path | None) -> Ground:
             paths.run_yaml.stat()  # missing on a node without the file system: not a wrong configuration
         config = load_own(paths.run_yaml)
         for directory in (paths.control, paths.logs, paths.ledger, paths.checkpoints):
-            private_dir(directory, inside=paths.root)
+            private_dir(directory, inside=paths.run)
         require_run_id(paths)
         run_id(paths)  # made here, so that no two ranks make it at once
         share_output(paths.logs)

@@ -190,7 +190,7 @@ def find_resume_point(
         if has_tiers and resume_from == "auto":
             choice = _newer_from_tiers(paths, choice, checked)
     elif resume_from is None:
-        write_file(private_dir(paths.control, inside=paths.root) / paths.from_nothing.name, b"")
+        write_file(private_dir(paths.control, inside=paths.run) / paths.from_nothing.name, b"")
     elif has_tiers and not paths.from_nothing.exists():
         restore_newest(paths)
         found = choose_resume(paths, "auto", verifier=checked)
@@ -299,7 +299,7 @@ def _adopt(paths: RunPaths, source: Path) -> str:
     # Other weights than those that now continue have sampled these rollouts; they are kept under another name.
     if paths.ledger.is_dir() and any(paths.ledger.iterdir()):
         rename(paths.ledger, paths.ledger.with_name(f"ledger.before.{final.name}.{secrets.token_hex(4)}"))
-        private_dir(paths.ledger, inside=paths.root)
+        private_dir(paths.ledger, inside=paths.run)
     return final.name
 
 

@@ -148,7 +148,9 @@ class Exporter:
         self._written = msgspec.json.encode([{"targets": [target], "labels": labels}])
         directory = self._config.observability.targets_dir
         folder = (
-            private_dir(Path(directory)) if directory else private_dir(self._paths.metrics, self._paths.root)
+            private_dir(Path(directory))
+            if directory
+            else private_dir(self._paths.metrics, inside=self._paths.run)
         )
         target_file = folder / f"{number}.{self._name}.json"
         write_file(target_file, self._written)

@@ -140,7 +140,7 @@ def store_frozen(
     Raises:
         Fenced, OSError: as `store_tree`.
     """
-    private_dir(paths.frozen, inside=paths.root)  # before anything in it is examined: it is no link, and ours
+    private_dir(paths.frozen, inside=paths.run)  # before anything in it is examined: it is no link, and ours
     final = paths.frozen / seen.digest
     if final.is_dir():
         record_tree(paths.frozen, seen)  # a record that is lost

@@ -174,8 +174,8 @@ def send_home(part: LocalPart, paths: RunPaths) -> Path:
     nonce = (part.manifest.digest or "")[:_NONCE_HEX]
     target = paths.staging(paths.checkpoints / part.name, nonce)
     # Each on its own: `private_dir` checks the last directory of a path.
-    private_dir(paths.checkpoints, inside=paths.root)
-    private_dir(target, inside=paths.root)
+    private_dir(paths.checkpoints, inside=paths.run)
+    private_dir(target, inside=paths.run)
     # A file that the manifest does not name would make the whole directory fail its verification.
     ours = {entry.path: entry for entry in part.manifest.files}
     source, home = DirectoryPlace(part.path, "the node's disk"), DirectoryPlace(target, "the run")

@@ -185,7 +185,7 @@ def clear_work(paths: RunPaths, attempt: int) -> Path:
     names_in(paths.run, work.parent)  # refuses a link: its target is not ours to remove
     # A restart within the attempt has the same number, and its loop must not find half a save of the one before.
     shutil.rmtree(work, ignore_errors=True)
-    private_dir(work, inside=paths.root)
+    private_dir(work, inside=paths.run)
     return work
 
 

@@ -88,5 +88,5 @@ def note_trained_with(paths: RunPaths, config: RunConfig) -> None:
         # The same as last time: no write and no fsync at most restarts.
         if read_regular(paths.trained_with, CONFIG) == data:
             return
-    private_dir(paths.control, inside=paths.root)
+    private_dir(paths.control, inside=paths.run)
     write_file(paths.trained_with, data)

@@ -231,7 +231,7 @@ def _bring(paths: RunPaths, copies: RunCopies, name: str, keys: Keyring | None) 
     data, manifest = copies.manifest(name, keys)
     if missing := missing_parts(manifest):
         raise CheckpointCorrupt("a required part is not in the manifest", where=name, found=missing[0])
-    private_dir(paths.checkpoints, inside=paths.root)
+    private_dir(paths.checkpoints, inside=paths.run)
     final = paths.checkpoints / name
     # A manifest may claim any size: without a key nothing proves that it is ours.
     need = need_of_next(manifest.num_bytes, len(manifest.files), basis="what its manifest claims", margin=0.0)
@@ -244,7 +244,7 @@ def _bring(paths: RunPaths, copies: RunCopies, name: str, keys: Keyring | None) 
             remedy="make room, or name another checkpoint to fetch back",
         )
     # Inside the staging directory it has its own name already.
-    outer = private_dir(paths.staging(final, secrets.token_hex(8)), inside=paths.root)
+    outer = private_dir(paths.staging(final, secrets.token_hex(8)), inside=paths.run)
     try:
         copy_checkpoint(
             copies,

@@ -130,7 +130,7 @@ def namesakes(config: RunConfig) -> dict[str, Path]:
 @contextmanager
 def mover_lock(paths: RunPaths) -> Iterator[None]:
     """Ensures one mover per run, by a lock that ends with its process. TierError: another one is at work."""
-    private_dir(paths.control, inside=paths.root)
+    private_dir(paths.control, inside=paths.run)
     # O_CLOEXEC: a child that inherited the descriptor would hold the lock after our end.
     fd = os.open(paths.tier_lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -219,7 +219,7 @@ class Memory:
                 signature="refused" if signature_problem(manifest, self._keys) else signature,
             )
         # Written at once, not at the end of the pass: a mover may be killed after hours of reading.
-        private_dir(self._paths.control, inside=self._paths.root)
+        private_dir(self._paths.control, inside=self._paths.run)
         write_file(self._paths.tier_records, msgspec.json.encode(_Records(self.records)) + b"\n")
 
     def survey(self, tiers: Sequence[OpenTier]) -> list[TierState]:

@@ -50,7 +50,7 @@ def digest_and_keep(paths: RunPaths, reward: str, keep: Keep | None) -> str:
     copy = paths.reward_source(digest)
     # Named by its digest, so one that is there already has these bytes. Apart from RUN/frozen, which has directories.
     if keep is not None and not copy.is_file():
-        private_dir(copy.parent, inside=paths.root)
+        private_dir(copy.parent, inside=paths.run)
         write_file(copy, source)  # the bytes that were hashed: the file may have changed since
     return digest
 
@@ -61,7 +61,7 @@ def write_light_snapshot(paths: RunPaths, number: int, former: Reward, state: Re
     The record is its head and tokenizer configuration, or its source, and rank 0's last scores.
     """
     # Small whatever the model's size: the whole model is in RUN/frozen.
-    directory = private_dir(paths.reward_snapshot(number), inside=paths.root)
+    directory = private_dir(paths.reward_snapshot(number), inside=paths.run)
     # A rule has none: it is a function of this package.
     light: Callable[[], dict[str, bytes]] = getattr(former, "light", dict)
     for name, data in light().items():
