@@ -67,3 +67,12 @@ def test_a_link_in_the_place_of_a_directory_is_refused_with_the_way_out(tmp_path
         PermissionRefused, match="a link to .*/elsewhere, expected a directory.*move the real one here"
     ):
         private_dir(tmp_path / "checkpoints")
+
+
+def test_a_run_that_has_gone_is_not_made_again_by_what_belongs_inside(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(FileNotFoundError, match="run"):
+        private_dir(run / "partial" / "checkpoints", inside=run)
+    assert not run.exists()
+    run.mkdir()
+    assert private_dir(run / "partial" / "checkpoints", inside=run).is_dir()
