@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.agent import Agent
+from tests.fakes.daemon import Daemon
 from verl_slurm.base.errors import ConfigError, DataError
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
@@ -15,6 +16,7 @@ from verl_slurm.loops.session import Session
 from verl_slurm.wire.messages import (
     Finished,
     Progress,
+    RankNotice,
     RankRefused,
     RankSaved,
     RankSaveFailed,
@@ -169,3 +171,11 @@ def test_the_story_of_a_thousand_ranks_does_not_end_the_line(paths: RunPaths) ->
         session.close()
         said = agent.heard()
     assert [type(message) for message in said[-3:]] == [RankSaveFailed, RankRefused, Finished]
+
+
+def test_a_rank_other_than_the_first_speaks_for_itself_alone(paths: RunPaths) -> None:
+    daemon = Daemon()
+    session = Session(daemon, rank=3, world_size=4, paths=paths, attempt=1, resume=None)
+    session.notice("the same on every rank")
+    session.notice("its ledger is full", own=True)
+    assert [message.text for message in daemon.heard(RankNotice)] == ["rank 3: its ledger is full"]

@@ -13,6 +13,8 @@ from transformers import (
     GPT2ForSequenceClassification,
     Qwen2Config,
     Qwen2ForSequenceClassification,
+    RobertaConfig,
+    RobertaForSequenceClassification,
 )
 
 from tests.builders import run_config
@@ -148,6 +150,28 @@ def test_a_classifier_that_gives_no_number_is_refused_with_the_response(tmp_path
     reward._model.score.weight.fill_(float("nan"))
     with pytest.raises(DataError, match=r"no reward.*nan for prompt '1\+1=', response '2'"):
         reward(["1+1="], ["2"], ["2"])
+
+
+def test_a_classifier_whose_padding_is_token_0_is_not_asked_beyond_its_position_embeddings(
+    tmp_path: Path, tiny: Path
+) -> None:
+    tokenizer = load_tokenizer(tiny)
+    config = RobertaConfig(
+        vocab_size=264,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=8,
+        num_labels=1,
+        pad_token_id=0,
+    )
+    RobertaForSequenceClassification(config).save_pretrained(str(tmp_path / "rm"))
+    tokenizer.save_pretrained(str(tmp_path / "rm"))
+    reward = build_reward(f"classifier:{tmp_path / 'rm'}")
+    # RoBERTa's positions begin behind that of the padding: of 8 rows 7 are left.
+    with pytest.raises(DataError, match="8 tokens, expected at most 7"):
+        reward(["1+1=1+"], ["22"], ["2"])
 
 
 PROMPTS, RESPONSES, ANSWERS = ["1+1=", "1+2=", "2+2="], ["2", "3", "x"], ["2", "3", "4"]

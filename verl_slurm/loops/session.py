@@ -303,11 +303,14 @@ class Session:
         if isinstance(error, VerlSlurmError) and not restart_may_help(own := underlying(error)):
             self.refused(own)
 
-    def notice(self, text: str, *, topic: messages.Topic = "storage", loud: bool = False) -> None:
-        """Reports something for people that stops nothing, for the journal; from rank 0."""
-        if self.rank == 0:
+    def notice(
+        self, text: str, *, topic: messages.Topic = "storage", loud: bool = False, own: bool = False
+    ) -> None:
+        """Reports something for people that stops nothing, for the journal; from rank 0, unless it is `own`."""
+        if self.rank == 0 or own:
+            said = f"rank {self.rank}: {text}" if own and self.world_size > 1 else text
             self.line.send(
-                messages.RankNotice(rank=0, topic=topic, text=text[: messages.MAX_NOTICE], loud=loud)
+                messages.RankNotice(rank=self.rank, topic=topic, text=said[: messages.MAX_NOTICE], loud=loud)
             )
 
     def close(self) -> None:

@@ -357,7 +357,7 @@ def _restore(start: _Start, parts: _Parts) -> _Restored:
 
 
 def _tell_of_ledger(start: _Start) -> Callable[[str], None]:
-    return partial(start.session.notice, topic="ledger", loud=True)
+    return partial(start.session.notice, topic="ledger", loud=True, own=True)
 
 
 def _reporter(start: _Start, parts: _Parts, restored: _Restored) -> Reporter:

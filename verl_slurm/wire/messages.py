@@ -309,7 +309,7 @@ class RankSaveFailed(_Message, frozen=True, kw_only=True):
 
 
 class RankNotice(_Message, frozen=True, kw_only=True):
-    """Rank 0: tells people about a save, an evaluation, the reward or the ledger; it stops nothing."""
+    """Tells people about a save, an evaluation, the reward or a ledger; stops nothing. Rank 0 speaks for all ranks."""
 
     rank: int
     topic: Topic

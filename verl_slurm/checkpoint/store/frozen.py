@@ -199,7 +199,6 @@ class FrozenCopies:
 
     def read_back(self, used: set[str]) -> None:
         """Reads back the copies whose digests are not in `used`, which may be the last ones."""
-        size = sum(path.stat().st_size for path in self._paths.frozen.rglob("*") if path.is_file())
         then = "the model it was made of is not what the run starts with now"
 
         def work() -> None:
@@ -211,6 +210,10 @@ class FrozenCopies:
             except OSError as error:
                 self._notice(f"{self._paths.frozen} could not be read back: {error}")
 
+        try:
+            size = sum(path.stat().st_size for path in self._paths.frozen.rglob("*") if path.is_file())
+        except OSError:
+            size = 0  # `work` says why it cannot be read
         self._do(work, at_once=size <= _READ_AT_ONCE)
 
     def begin(self) -> None:

@@ -42,10 +42,9 @@ class Staging:
         domains: Mapping[str, Tensors],
         ranks: Collective,
         *,
-        hashers: int = 1,
         encryption: EncryptionConfig | None = None,
     ) -> None:
-        self._ranks, self._hashers, self._encryption = ranks, hashers, encryption
+        self._ranks, self._encryption = ranks, encryption
         self._copied = threading.Event()
         self._copied.set()
         self._open(plan_layout(domains, ranks))
@@ -76,7 +75,7 @@ class Staging:
         self._take(layout)
         self.pinned = False
         """Whether the GPU copies straight into the arena; known once it is warm."""
-        self._saver = SaverProcess(self._arena, hashers=self._hashers, encryption=self._encryption)
+        self._saver = SaverProcess(self._arena, encryption=self._encryption)
         # One thread, so that the arena is warm before its first use and one save follows the other. It begins now,
         # beside whatever is loaded after the models: a run may be preempted before its first periodic save.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")

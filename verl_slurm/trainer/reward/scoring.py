@@ -163,7 +163,9 @@ class ClassifierReward:
         """Raises `DataError` for a text that is longer than the model's position embeddings."""
         limits = [
             # Some classes keep the first rows for themselves: by an offset (OPT), or up to the padding (RoBERTa).
-            module.num_embeddings - getattr(module, "offset", 0) - (module.padding_idx or -1) - 1
+            module.num_embeddings
+            - getattr(module, "offset", 0)
+            - (0 if module.padding_idx is None else module.padding_idx + 1)
             for name, module in self._model.named_modules()
             if isinstance(module, torch.nn.Embedding) and ("position" in name or name.endswith("wpe"))
         ]
