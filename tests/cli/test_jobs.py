@@ -311,6 +311,7 @@ def test_a_run_without_its_run_yaml_is_no_stranger_and_its_job_can_be_cancelled(
     run = make_run(tmp_path / "run", "running", job_id="1")
     job = re.sub("Command=.*", f"Command={run.logs}/1.sh", (GOLDEN / "running.txt").read_text())
     asked = on_a_cluster_with(job, tmp_path, monkeypatch)
+    run.control.mkdir(exist_ok=True)
     write_file(run.trained_with, run.run_yaml.read_bytes())
     run.run_yaml.unlink()
     for command in ("status", "logs", "list", "watch", "requeue", "prune", "submit"):
