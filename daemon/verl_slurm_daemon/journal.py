@@ -18,6 +18,7 @@ from verl_slurm.base.fence import read_owner
 from verl_slurm.base.files import write_file
 from verl_slurm.base.one_line import json_line
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.config.load import is_run
 from verl_slurm.journal.events import AttemptFenced, Event, kind_of
 from verl_slurm.journal.files import append_event, now, to_json
 from verl_slurm.journal.status import Status
@@ -109,9 +110,11 @@ class Journal:
             owner = read_owner(self.paths)
         except (OSError, VerlSlurmError):
             return if_unknown
-        if owner is None and not self.paths.run_yaml.exists():
+        if owner is None and not is_run(self.paths.root):
             # A line would make a run of its own there.
-            raise FileNotFoundError(errno.ENOENT, "RUN is away", str(self.paths.root))
+            raise FileNotFoundError(
+                errno.ENOENT, "RUN is away, or no file of the run is in it", str(self.paths.root)
+            )
         return owner is not None and owner.attempt > self.attempt
 
 

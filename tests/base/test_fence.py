@@ -173,3 +173,21 @@ def _killed_at(name: str) -> Callable[[Path, bytes], None]:
         write_file(path, data)
 
     return write
+
+
+def test_without_the_copy_and_older_claims_the_newest_claim_still_owns_the_run(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    for number in range(1, 4):
+        take_attempt(paths, job_id=str(number), restart=0)
+    paths.attempt.unlink()
+    (paths.control / "attempt_000001.claim").unlink()
+    require_attempt(paths, 3)
+    with pytest.raises(Fenced):
+        require_attempt(paths, 2)
+    assert take_attempt(paths, job_id="4", restart=0).attempt == 4
+
+
+def test_a_number_that_was_used_is_not_taken_again_though_its_claim_is_gone(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    assert take_attempt(paths, job_id="1", restart=0, above=2).attempt == 3
+    assert take_attempt(paths, job_id="2", restart=0, above=2).attempt == 4

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.builders import begun_run, run_config
+from tests.builders import begun_run, run_config, write_manifest
 from tests.journals import append_event
 from verl_slurm.base.errors import CheckpointsAbsent, CheckpointsLost, TierError
 from verl_slurm.base.fence import take_attempt
@@ -20,6 +20,7 @@ from verl_slurm.checkpoint.store.lost import (
     gone_back,
     lost_error,
     lost_rollouts,
+    newest_attempt,
     require_never_saved,
     require_run_id,
 )
@@ -28,6 +29,7 @@ from verl_slurm.checkpoint.store.run_config import note_trained_with
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal.files import read_history
 from verl_slurm.journal.steps import append_step
+from verl_slurm.runtime_state.samples import append_samples
 from verl_slurm.runtime_state.segment import frame, head
 
 CONFIG = run_config()
@@ -358,3 +360,33 @@ def test_a_loop_that_keeps_no_ledger_has_lost_none(guest: RunPaths) -> None:
     append_event(guest, "restart", attempt=2, number=1, progress="step_000001")
     append_event(guest, "training", attempt=2, phase="step_end")
     assert sampled_again(guest, config=run_config(backend="command", command=("train.py",))) == ""
+
+
+@pytest.mark.parametrize(
+    "bear",
+    [
+        lambda run: append_event(run, "saved", attempt=7, name="step_000003"),
+        lambda run: run.status.write_text('{"attempt": 7}'),
+        lambda run: ledger(run, 7, 0),
+        lambda run: (run.logs / "attempt_000007.node_0000.agent.log").touch(),
+        lambda run: run.work(7).mkdir(parents=True),
+        lambda run: write_manifest(private_dir(run.checkpoints / "step_000003"), 3, attempt=7),
+    ],
+    ids=["journal", "snapshot", "ledger", "log", "work", "checkpoint"],
+)
+def test_the_newest_attempt_is_known_by_each_thing_that_bears_its_number(
+    run: RunPaths, bear: Callable[[RunPaths], object]
+) -> None:
+    (run.logs / "attempt_99999999999.log").touch()  # no number of an attempt
+    assert newest_attempt(run) == 1
+    bear(run)
+    assert newest_attempt(run) == 7
+
+
+def test_a_lost_run_id_is_refused_with_the_one_that_the_samples_name(tmp_path: Path) -> None:
+    paths = begun_run(tmp_path / "run")
+    number = run_id(paths)
+    append_samples(paths, 1, 1, 0, [])
+    paths.run_id.unlink()
+    with pytest.raises(TierError, match=f"samples bear it.*echo {number} > {paths.run_id}"):
+        require_run_id(paths)

@@ -303,3 +303,21 @@ def test_what_became_of_a_job_that_is_over_is_said_by_the_journal(
     assert result.code == ExitCode.NOT_FOUND
     assert found in result.error
     assert way in result.error
+
+
+def test_a_run_without_its_run_yaml_is_no_stranger_and_its_job_can_be_cancelled(
+    cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", "running", job_id="1")
+    job = re.sub("Command=.*", f"Command={run.logs}/1.sh", (GOLDEN / "running.txt").read_text())
+    asked = on_a_cluster_with(job, tmp_path, monkeypatch)
+    run.control.mkdir(exist_ok=True)
+    write_file(run.trained_with, run.run_yaml.read_bytes())
+    run.run_yaml.unlink()
+    for command in ("status", "logs", "list", "watch", "requeue", "prune", "submit"):
+        result = cli(command, run.root)
+        assert result.code == ExitCode.NOT_FOUND, command
+        assert f"`cp {run.trained_with} {run.run_yaml}`" in result.error
+    assert "run.yaml is gone" in cli("list", tmp_path).out
+    assert cli("cancel", run.root).code == ExitCode.OK
+    assert asked.read_text().split()[-1] == "1"

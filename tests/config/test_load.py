@@ -1,6 +1,7 @@
 """The configuration file: what is read, what is refused, and with which line."""
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from tests.builders import run_config
+from tests.builders import begun_run, run_config, write_config
 from verl_slurm.base import shipped as shipped_module
 from verl_slurm.base.errors import ConfigError, NotFound
 from verl_slurm.base.exit_codes import ExitCode
@@ -307,3 +308,28 @@ def test_configurations_batch_scripts_docs_and_constraints_are_all_installed() -
         if path.name not in ("learning.json", "time-to-steps.json")
     }
     assert installed == there
+
+
+@pytest.mark.parametrize("of", ["the newest ranks", "the newest checkpoint", "nobody"])
+def test_a_run_without_its_run_yaml_is_told_what_brings_it_back(tmp_path: Path, of: str) -> None:
+    run = begun_run(tmp_path / "a run")
+    config = write_config(run, steps=7)
+    run.run_yaml.rename(run.control / "trained_with.yaml")
+    if of != "the newest ranks":
+        run.trained_with.unlink()
+    if of == "the newest checkpoint":
+        # One that was encrypted, one that was taken over from another run, one of whole steps and one that is older.
+        written = b"\x00\xff", dump(run_config(run_dir="/elsewhere")), dump(config), b"name: older\n"
+        names = "step_1000000", "step_000010_sp0002", "step_000010", "step_000009"
+        for name, data in zip(names, written, strict=True):
+            (run.checkpoints / name).mkdir()
+            (run.checkpoints / name / "config.yaml").write_bytes(data)
+    with pytest.raises(
+        NotFound, match="configuration is gone.*beside control/attempt_000001.claim"
+    ) as caught:
+        load_resolved(run.run_yaml)
+    command = (caught.value.remedy or "").split("`")[1::2]
+    assert bool(command) is (of != "nobody")
+    for words in command:
+        subprocess.run(words, shell=True, check=True)
+        assert load_resolved(run.run_yaml) == config

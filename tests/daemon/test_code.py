@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from verl_slurm_daemon.lead.attempt_start import check_code
 
+from tests.journals import append_event
 from verl_slurm.base.errors import ConfigError, DataError, PermissionRefused
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import CodeConfig, RunConfig
@@ -14,6 +15,7 @@ from verl_slurm.journal import events as ev
 from verl_slurm.program.code_record import CodeRecord, CodeTree, read_record
 from verl_slurm.program.copying import copy_tree, read_tree
 from verl_slurm.program.installed import look
+from verl_slurm.program.programs import Moves
 
 
 @pytest.fixture
@@ -83,3 +85,18 @@ def test_packages_are_compared_with_those_of_the_submission(paths: RunPaths) -> 
 def test_packages_that_the_submission_could_not_ask_for_are_not_compared(paths: RunPaths) -> None:
     write(paths, CodeRecord())
     assert check_code(paths, RunConfig(code=CodeConfig(on_drift="refuse"))) == []
+
+
+@pytest.mark.scenario("L17")
+@pytest.mark.parametrize("left", ["the copy", "the journal"])
+def test_a_record_that_is_gone_lets_nothing_else_run_where_code_was_copied(
+    paths: RunPaths, tmp_path: Path, left: str
+) -> None:
+    if left == "the copy":
+        (tmp_path / "train.py").write_text("")
+        copy_tree(paths, tmp_path, read_tree(tmp_path, ["train.py"]))
+    else:
+        append_event(paths, "notice", topic="code", text=f"copied into the run from {tmp_path}, 1 file, 1 KB")
+    for read in (Moves.of, lambda run: check_code(run, RunConfig())):
+        with pytest.raises(DataError, match=f"submit {paths.root} --code new"):
+            read(paths)

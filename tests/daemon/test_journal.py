@@ -149,3 +149,18 @@ def test_an_attempt_that_lost_the_run_says_so_and_nothing_else_in_the_journal(tm
     journal.write(make_event("fenced", exit_code=20))
     assert [event["event"] for event in read_events(paths)] == ["cause", "fenced"]
     assert len(heard) == 2
+
+
+def test_a_run_without_its_run_yaml_and_its_attempts_is_not_away(
+    paths: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    journal = Journal(paths, attempt=1, job_id="1")
+    journal.write(make_event("crash"))
+    paths.run_yaml.unlink()
+    journal.write(make_event("crash"))
+    assert len(read_events(paths)) == 2
+    assert "away" not in capsys.readouterr().out
+    paths.events.unlink()
+    journal.write(make_event("crash"))
+    assert "RUN is away" in capsys.readouterr().out
+    assert not paths.events.exists()

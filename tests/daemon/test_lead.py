@@ -7,7 +7,7 @@ import pytest
 from verl_slurm_daemon.allocation.local import LocalAllocation
 from verl_slurm_daemon.lead.lead_loop import Lead
 
-from tests.journals import read_events
+from tests.journals import append_event, read_events
 from verl_slurm.base.errors import Fenced
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.fence import RunOwner, take_attempt
@@ -84,3 +84,11 @@ def test_a_job_that_comes_second_does_not_wait_held_for_the_run(paths: RunPaths)
     with pytest.raises(Fenced):
         asyncio.run(Lead(paths, config, allocation).run())
     assert allocation.withdrawn == 1
+
+
+def test_a_run_that_was_put_back_from_a_snapshot_gives_no_number_twice(paths: RunPaths) -> None:
+    take_attempt(paths, job_id="1", restart=0)
+    append_event(paths, "saved", attempt=2, name="step_000003")  # it lives on, and its claim is gone
+    config = RunConfig()
+    asyncio.run(Lead(paths, config, OfACancelledJob(config, paths)).run())
+    assert read_events(paths)[-1]["attempt"] == 3

@@ -171,3 +171,11 @@ def test_a_start_removes_nothing_that_a_link_in_the_place_of_work_leads_to(
     with pytest.raises(PermissionRefused, match="a link to"):
         begin(paths)
     assert precious.is_dir()
+
+
+def test_a_save_needs_no_file_of_the_configuration_where_its_loop_has_read_it(paths: RunPaths) -> None:
+    config = paths.run_yaml.read_bytes()
+    paths.run_yaml.unlink()
+    save = LoopSave(guest="loop", step=7, attempt=1, world_size=2, config=config)
+    name = commit_tree(paths, save, {"guest": written(paths)}).name
+    assert (paths.checkpoints / name / "config.yaml").read_bytes() == config

@@ -231,3 +231,12 @@ def test_a_file_that_is_no_snapshot_is_as_none(tmp_path: Path) -> None:
     assert state_of(run, None) == "done"
     assert run.checkpoint is not None
     assert run.checkpoint.name != "step_999999", "it has no manifest"
+
+
+def test_a_run_whose_run_yaml_is_gone_is_listed_with_that_word(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "me/a")
+    run.run_yaml.unlink()
+    (tmp_path / "me/control").mkdir()  # of something else
+    [found] = glance_at_all(tmp_path)
+    assert (found.root, state_of(found, None)) == (run.root, "run.yaml is gone")
+    assert found.job is not None

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from tests.journals import append_event
 from tests.program.repos import git, new_repo
-from verl_slurm.base.errors import ConfigError, SlurmRefused
+from verl_slurm.base.errors import ConfigError, DataError, SlurmRefused
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli.show.story import tell
 from verl_slurm.config.load import load
@@ -361,3 +362,18 @@ def test_a_link_that_is_turned_after_the_submission_changes_nothing(tmp_path: Pa
     [program] = Moves(paths, plan.record).config(config).trainer.command
     assert program == f"{paths.code}/{plan.record.trees[0].digest}/train.py"
     assert plan.record.trees[0].root == f"{tmp_path}/v1"
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda record: record.write_text("{")])
+def test_a_record_that_is_gone_or_damaged_is_made_again_where_the_user_says_so(
+    place: Place, damage: Callable[[Path], object]
+) -> None:
+    place.submit()
+    place.begin()
+    (place.repo / "train.py").write_text("edited\n")
+    damage(place.paths.code_record)
+    for choice in (None, "run"):
+        with pytest.raises(DataError, match="--code new"):
+            place.plan(code=choice)
+    place.submit(code="new")
+    assert place.ranks().read_text() == "edited\n"

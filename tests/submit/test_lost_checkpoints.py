@@ -22,6 +22,7 @@ from verl_slurm.base.errors import (
     DataError,
     DatasetDrift,
     Fenced,
+    NotFound,
     PermissionRefused,
     TierError,
 )
@@ -222,3 +223,12 @@ def test_what_does_not_train_and_has_changed_is_refused_before_it_waits_in_the_q
     weights.write_bytes(b"12345")
     with pytest.raises(DataError, match="has 5 bytes, not 4"):
         check()
+
+
+def test_a_run_whose_run_yaml_is_gone_goes_on_after_the_named_command(run: RunPaths) -> None:
+    note_trained_with(run, load_resolved(run.run_yaml))
+    run.run_yaml.unlink()
+    with pytest.raises(NotFound, match="configuration is gone") as caught:
+        plan(run)
+    subprocess.run((caught.value.remedy or "").split("`")[1], shell=True, check=True)
+    assert plan(run).resumes_from == "step_000002"

@@ -30,6 +30,7 @@ from verl_slurm.base.processes import birth_of
 
 # Nine digits: ledger segments have the attempt in their names, and in 32 bits of their heads.
 _Number = Annotated[int, msgspec.Meta(ge=0, le=999_999_999)]
+_CLAIM = re.compile(r"attempt_(\d{6,9})\.claim", re.ASCII)
 _TEMP = re.compile(r"\.?attempt_(\d{6,})\.")
 
 
@@ -55,6 +56,11 @@ def read_owner(paths: RunPaths) -> RunOwner | None:
     # The copy is a place to start from and no more: a winner that slept may have written an older number over a newer
     # one. The claims above it decide.
     owner = read_copy(paths)
+    with suppress(FileNotFoundError):
+        # A purge takes files by age: without the copy older claims may be gone, too.
+        for claim in sorted(paths.control.glob("attempt_*.claim")) if owner is None else ():
+            if named := _CLAIM.fullmatch(claim.name):
+                owner = _read_claim(paths, int(named[1])) or owner
     number = 1 if owner is None else owner.attempt + 1
     with suppress(FileNotFoundError):
         while True:  # once, nearly always: the copy is written right after the claim
@@ -92,12 +98,15 @@ def take_attempt(
     cluster: str = "local",
     slurm: str = "",
     after: RunOwner | msgspec.UnsetType | None = msgspec.UNSET,
+    above: int = 0,
 ) -> RunOwner:
     """Closes the present attempt and opens the next one, as its owner.
 
     Args:
         after: the owner that the caller has found to be over, to take the attempt from it alone. Unset: from the
             present owner.
+        above: a number that was used, whatever became of its claim. To be read before `after` was: a faster rival's
+            number must not let this call take the next one.
 
     Raises:
         Fenced: another attempt took it at the same moment.
@@ -108,7 +117,7 @@ def take_attempt(
     # have it; taking it from the present owner would let the slower one close the faster one's attempt.
     before = read_owner(paths) if isinstance(after, msgspec.UnsetType) else after
     mine = RunOwner(
-        attempt=1 if before is None else before.attempt + 1,
+        attempt=max(above, 0 if before is None else before.attempt) + 1,
         cluster=cluster,
         job_id=job_id,
         restart=restart,

@@ -47,10 +47,9 @@ class _RunType(ParamType[RunPaths]):
             return value
         if not value:  # an unset variable of a script would be the working directory
             self.fail("an empty word is no run.", param, ctx)
-        if self._damaged:
-            from verl_slurm.report.gather import require_traces as require
-        else:
-            from verl_slurm.runs.run_record import require_run as require
+        from verl_slurm.runs.run_record import require_run, require_traces
+
+        require = require_traces if self._damaged else require_run
         return require(RunPaths(Path(value).resolve()))
 
     def shell_complete(

@@ -8,6 +8,7 @@ import os
 import re
 import typing
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -161,7 +162,7 @@ def load_resolved(path: Path | str) -> RunConfig:
     """Reads `RUN/run.yaml`, as `submit` wrote it. NotFound: there is none. Otherwise raises as `load`."""
     path = Path(path)
     if not path.is_file():
-        raise _no_run(path)
+        raise no_run(path)
     return _parse_run_yaml(_read(path), path)
 
 
@@ -191,7 +192,7 @@ def load_own(path: Path) -> RunConfig:
             os.close(folder)
     # Every other OSError goes up: storage that does not answer says nothing about the run.
     except (FileNotFoundError, NotADirectoryError):
-        raise _no_run(path) from None
+        raise no_run(path) from None
     except TooMuch as error:
         raise ConfigError("the configuration cannot be read", where=path, found=error) from None
     return _parse_run_yaml(raw, path)
@@ -215,14 +216,51 @@ def _parse_run_yaml(raw: bytes, path: Path) -> RunConfig:
 
 
 def restoring(path: Path) -> str:
-    """Returns how to get a damaged run.yaml back."""
-    copy = RunPaths(path.parent).trained_with
-    if copy.is_file():
-        return f"`cp {shell_word(copy)} {shell_word(path)}` puts back what its newest ranks were started with"
+    """Returns how to get a damaged or lost run.yaml back."""
+    paths = RunPaths(path.parent)
+    saved = sorted(
+        paths.checkpoints.glob("step_*/config.yaml"),
+        key=lambda at: [*map(int, re.findall(r"\d+", at.parent.name))],
+    )
+    for copy in (paths.trained_with, *reversed(saved)):
+        # An encrypted one is no text.
+        with suppress(ConfigError, OSError, TooMuch):
+            former = parse_config(read_regular(copy, CONFIG), str(copy))
+            # Of a checkpoint that was taken over from another run, it is that run's.
+            if copy == paths.trained_with or former.run_dir == str(path.parent.resolve()):
+                what = (
+                    "its newest ranks were started with"
+                    if copy == paths.trained_with
+                    else "that was saved with"
+                )
+                return f"`cp {shell_word(copy)} {shell_word(path)}` puts back what {what}"
     return "restore it from a backup, or from config.yaml in one of its checkpoints"
 
 
-def _no_run(path: Path) -> NotFound:
+def left_of_run(root: Path) -> str:
+    """Returns a file of a run in a directory, whether its run.yaml is there or not; empty: it is no run's."""
+    # Each is made after run.yaml, and has a name that other programs hardly use there.
+    for pattern in ("events.jsonl", "control/attempt_*.claim", "checkpoints/step_*/manifest.json"):
+        for found in root.glob(pattern):
+            return str(found.relative_to(root))
+    return ""
+
+
+def is_run(root: Path) -> bool:
+    """Returns whether a directory is a run's, also one whose run.yaml is gone."""
+    return (root / "run.yaml").exists() or bool(left_of_run(root))
+
+
+def no_run(path: Path) -> NotFound:
+    """Returns the error for a `RUN/run.yaml` that is not there."""
+    if left := left_of_run(path.parent):
+        return NotFound(
+            "the run's configuration is gone",
+            where=path,
+            found=f"no such file beside {left}",
+            expected="the configuration that `submit` wrote",
+            remedy=restoring(path),
+        )
     return NotFound(
         "not a run directory",
         where=path.parent,

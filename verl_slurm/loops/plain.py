@@ -35,7 +35,7 @@ from verl_slurm.checkpoint.format.specification import Topology
 from verl_slurm.checkpoint.format.state_schema import current_schema
 from verl_slurm.checkpoint.store import loop_checkpoint
 from verl_slurm.checkpoint.store.commit import SavedCheckpoint, sweep
-from verl_slurm.checkpoint.store.lost import former_checkpoint, gone_back, lost_error
+from verl_slurm.checkpoint.store.lost import former_checkpoint, gone_back, lost_error, newest_attempt
 from verl_slurm.checkpoint.store.reader import CheckpointReader
 from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.checkpoint.store.run_config import keys_for
@@ -394,7 +394,7 @@ def _take_the_run(run_dir: Path) -> _Start:
     if not paths.run_yaml.exists():
         write_file(paths.run_yaml, dump(RunConfig(name=paths.root.name, run_dir=str(paths.root))))
     # Before the sweep: once the attempt is ours, no other process can commit what is removed below.
-    mine = take_attempt(paths, job_id=str(os.getpid()), restart=0)
+    mine = take_attempt(paths, job_id=str(os.getpid()), restart=0, above=newest_attempt(paths))
     private_dir(paths.checkpoints)
     sweep(paths)
     loop_checkpoint.sweep_work(paths)

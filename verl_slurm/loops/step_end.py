@@ -45,7 +45,7 @@ from verl_slurm.checkpoint.store.loop_checkpoint import LoopSave, clear_work, co
 from verl_slurm.checkpoint.store.medium import StorageNotice, StorageWatch
 from verl_slurm.checkpoint.store.pruning import Removing, prune_as_configured
 from verl_slurm.checkpoint.store.verify import read_manifest
-from verl_slurm.config.load import load_own
+from verl_slurm.config.load import dump, load_own
 from verl_slurm.config.schema import CheckpointConfig
 from verl_slurm.loops.session import LAST_TRIES_S, Session
 from verl_slurm.save.ranks.collective import Collective, RanksFailed
@@ -261,7 +261,7 @@ class StepEndSaver:
         # A resumed step is on disk already: a stop before the first step is answered with that checkpoint.
         self.saved_step = step if session.resume is not None else -1
         self.saving, self._announced, self.leaves_early = False, -1, False
-        self._total, self.every_steps = 0, 0
+        self._total, self.every_steps, self._config = 0, 0, b""
         # The agents write the request at different moments; without agreement ranks would save at different steps.
         self._stopper = Stopper(session.line, ranks.max)
         self._watch: ReachWatch | None = None
@@ -280,6 +280,8 @@ class StepEndSaver:
                 )
             if not by_our_saver:
                 _require_frameworks_own(config.checkpoint)
+            # Kept: run.yaml may be edited or gone by the time of a save.
+            self._config = dump(config)
             self.checkpoint, self.every_steps = config.checkpoint, config.checkpoint.every_steps
             # Rank 0 alone removes checkpoints and looks for room: the plan is one for the run, not one per rank.
             keys = load_keys(config.checkpoint.encryption)
@@ -487,6 +489,7 @@ class StepEndSaver:
             parent=self.session.resume.name if self.session.resume is not None else None,
             metrics=self.session.numbers(metrics),
             metadata=self._metadata,
+            config=self._config,
             began=time.monotonic() if began is None else began,
         )
         try:

@@ -21,11 +21,16 @@ import msgspec
 from verl_slurm.base import bounded
 from verl_slurm.base.errors import DataError
 from verl_slurm.base.files import require_own
-from verl_slurm.base.one_line import counted
+from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.tree import names_in
 from verl_slurm.dataset.fingerprint.entries import FileDigest, recorded_tree
+from verl_slurm.journal.events import Notice
+from verl_slurm.journal.files import read_events
 
 FORMAT = 1
+TOPIC, COPIED = "code", "copied into the run from "
+"""Of the journal's notice that a tree was copied: its topic, and how its text begins."""
 # They become names of directories.
 _Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 _DigestOrNone = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
@@ -93,18 +98,29 @@ def package_drift(old: CodeRecord, new: CodeRecord) -> list[str]:
 def read_record(paths: RunPaths, *, to_look: bool = False) -> CodeRecord | None:
     """Returns the record; None: the run has none, because it was not submitted (`sbatch` by hand).
 
+    Where it is gone, what a submission copied tells so: RUN/code, and the journal, which is read for that.
+
     Args:
         to_look: nothing will be run by it; so the run may be another user's.
 
     Raises:
         PermissionRefused: others could have written it.
-        DataError: it cannot be read, or another version wrote it.
+        DataError: it is gone, cannot be read, or another version wrote it.
         OSError: storage does not answer.
     """
     try:
         fd = bounded.open_regular(paths.code_record)
     except FileNotFoundError:
-        return None
+        if not _was_copied(paths):
+            return None
+        # Without it the ranks would run what lies outside of the run, edited or not.
+        raise DataError(
+            "the record of the run's code is gone, so its copy cannot be run",
+            where=paths.code_record,
+            found="no such file, and code was copied into the run",
+            remedy=f"bring it back (a backup); or `verl-slurm submit {shell_word(paths.root)} --code new` takes the "
+            "code as it is now",
+        ) from None
     except bounded.TooMuch as error:
         raise _damaged("the record of the run's code cannot be read", paths.code_record, error) from None
     try:
@@ -136,6 +152,17 @@ def files_of(paths: RunPaths, digest: str) -> dict[str, FileDigest]:
         what = "changed" if os.path.lexists(path) else "gone"
         raise _damaged("the list of the run's code is gone, or was changed", path, what)
     return found.files
+
+
+def _was_copied(paths: RunPaths) -> bool:
+    """Returns whether a submission copied code into the run."""
+    if names_in(paths.run, paths.code):
+        return True
+    # RUN/code may be gone, too. A rank's notice of that topic has other words.
+    return any(
+        isinstance(event, Notice) and event.topic == TOPIC and event.text.startswith(COPIED)
+        for event in read_events(paths)
+    )
 
 
 def _damaged(what: str, where: Path, found: object) -> DataError:

@@ -11,9 +11,10 @@ import msgspec
 
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.report.gather import gather, require_traces
+from verl_slurm.report.gather import gather
 from verl_slurm.report.page import render_page
 from verl_slurm.report.serve import Task
+from verl_slurm.runs.run_record import require_traces
 
 
 def main() -> int:

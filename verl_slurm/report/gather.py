@@ -11,8 +11,8 @@ import msgspec
 
 from verl_slurm import __version__
 from verl_slurm.base.bounded import JOURNAL, TooMuch, open_regular
-from verl_slurm.base.errors import NotFound, PermissionRefused, VerlSlurmError
-from verl_slurm.base.one_line import counted, shell_word
+from verl_slurm.base.errors import VerlSlurmError
+from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
@@ -40,23 +40,6 @@ _HIDDEN = "hooks.webhook"
 _MOST_CHECKPOINTS = 300
 _MOST_NODES = 100
 _MOST_WARNINGS = 30
-
-
-def require_traces(paths: RunPaths) -> RunPaths:
-    """Raises NotFound if no file of a run is left in a directory, PermissionRefused if it is closed to us."""
-    if paths.root.is_dir() and not os.access(paths.root, os.R_OK | os.X_OK):
-        raise PermissionRefused("the run cannot be read", where=paths.root, remedy="ask its owner for access")
-    traces = (paths.run_yaml, paths.events, paths.steps, paths.status, paths.checkpoints)
-    if not any(os.path.lexists(trace) for trace in traces):
-        raise NotFound(
-            "not a run directory",
-            where=paths.root,
-            expected=f"one of {', '.join(trace.name for trace in traces)}",
-            remedy=f"it has runs below it: give one of them, or {shell_word(paths.root)}/* for all"
-            if any(paths.root.glob("*/run.yaml"))
-            else "give the run directory that submit printed; `verl-slurm list` shows those below runs/",
-        )
-    return paths
 
 
 def gather(

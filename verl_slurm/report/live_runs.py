@@ -13,6 +13,7 @@ from urllib.parse import quote
 import msgspec
 
 from verl_slurm.base.one_line import counted, printable, span
+from verl_slurm.config.load import is_run
 from verl_slurm.journal.events import Event
 from verl_slurm.runs.follow import FleetWatch, Followed
 from verl_slurm.runs.glance import Glance, glance
@@ -80,7 +81,7 @@ class LiveRuns:
     def __init__(self, place: Path, tell: Callable[[Event], str]) -> None:
         self.place = place.resolve()
         # A run by itself has a name, too.
-        self.above = self.place.parent if (self.place / "run.yaml").exists() else self.place
+        self.above = self.place.parent if is_run(self.place) else self.place
         self.rows: dict[str, RunRow] = {}
         self.version = 0
         """Grows with each `apply` that brings news."""

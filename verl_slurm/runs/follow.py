@@ -25,6 +25,7 @@ from verl_slurm.base.errors import SlurmMissing
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.mounts import is_remote
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.config.load import is_run
 from verl_slurm.journal import events as ev
 from verl_slurm.journal.files import read_events_after
 from verl_slurm.journal.status import read_status
@@ -201,7 +202,7 @@ class FleetWatch:
         before = len(self.runs)
         for place in self._places:
             roots: Iterable[tuple[Path, bool]] = [(place, True)]
-            if not (place / "run.yaml").exists():
+            if not is_run(place):
                 roots = find_runs(place)
             for root, open_to_us in roots:
                 if not open_to_us:

@@ -20,6 +20,7 @@ from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.checkpoint.store.catalog import newest_listed
 from verl_slurm.checkpoint.store.lost import in_tiers
+from verl_slurm.config.load import left_of_run
 from verl_slurm.journal.events import Cause, Ended, Event, Started, Submitted
 from verl_slurm.journal.files import read_last_events
 from verl_slurm.journal.history import History, Submission
@@ -62,7 +63,7 @@ class Glance(msgspec.Struct, kw_only=True):
     interrupted_s: float = 0.0
     last_interruption: dict[str, Any] = {}
     error: str = ""
-    """Why nothing is known: another user's run is closed to us."""
+    """Why nothing is known, as of another user's run that is closed to us; or that run.yaml is gone."""
 
     @property
     def step(self) -> int:
@@ -103,7 +104,9 @@ def find_runs(place: Path, depth: int = _DEPTH) -> Iterator[tuple[Path, bool]]:
         try:
             os.stat(path / "run.yaml")
         except FileNotFoundError:
-            if depth > 1:
+            if left_of_run(path):
+                yield path, True
+            elif depth > 1:
                 # Not below a run: a thousand of them have a hundred thousand directories of checkpoints.
                 yield from find_runs(path, depth - 1)
         except OSError:
@@ -151,6 +154,7 @@ def glance(root: Path, history: History | None = None) -> Glance:
         return Glance(root=root, error=unreadable(error))
     found = Glance(
         root=root,
+        error="" if given or paths.run_yaml.exists() else "run.yaml is gone",
         status=status,
         job=None if job is None else with_cluster(job, status),
         word=history.word,

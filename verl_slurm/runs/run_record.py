@@ -1,5 +1,6 @@
 """Reads the facts about a run's jobs from its journal and its status file."""
 
+import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -9,7 +10,7 @@ from typing import Any
 import msgspec
 
 from verl_slurm.base.bounded import SMALL, TooMuch, read_regular
-from verl_slurm.base.errors import NotFound, VerlSlurmError
+from verl_slurm.base.errors import NotFound, PermissionRefused, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.fence import read_copy
 from verl_slurm.base.one_line import shell_word
@@ -27,6 +28,23 @@ def require_run(paths: RunPaths) -> RunPaths:
     """Refuses a directory that is not a run: NotFound, it has no run.yaml."""
     if not paths.run_yaml.is_file():
         load_resolved(paths.run_yaml)  # raises if it is not
+    return paths
+
+
+def require_traces(paths: RunPaths) -> RunPaths:
+    """Raises NotFound if no file of a run is left in a directory, PermissionRefused if it is closed to us."""
+    if paths.root.is_dir() and not os.access(paths.root, os.R_OK | os.X_OK):
+        raise PermissionRefused("the run cannot be read", where=paths.root, remedy="ask its owner for access")
+    traces = (paths.run_yaml, paths.events, paths.steps, paths.status, paths.checkpoints)
+    if not any(os.path.lexists(trace) for trace in traces):
+        raise NotFound(
+            "not a run directory",
+            where=paths.root,
+            expected=f"one of {', '.join(trace.name for trace in traces)}",
+            remedy=f"it has runs below it: give one of them, or {shell_word(paths.root)}/* for all"
+            if any(paths.root.glob("*/run.yaml"))
+            else "give the run directory that submit printed; `verl-slurm list` shows those below runs/",
+        )
     return paths
 
 

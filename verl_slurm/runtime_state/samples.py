@@ -14,6 +14,7 @@ A step that is repeated after an interruption has one line per attempt; the newe
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -129,6 +130,16 @@ def read_samples(paths: RunPaths, keys: Keyring | None = None) -> dict[int, Step
                     found.popitem()
                 found[step.step] = step
     return found
+
+
+def run_of_samples(paths: RunPaths) -> str:
+    """Returns the id of the run that the newest valid line names; empty: there is none. OSError: as `read_samples`."""
+    named = ""
+    for path in (paths.old_samples, paths.samples):
+        for line in _lines(path):
+            with suppress(*UNREADABLE):
+                named = _STEP.decode(line).run
+    return named
 
 
 def _lines(path: Path) -> Iterator[bytes]:

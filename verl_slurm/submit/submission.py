@@ -14,7 +14,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.lost import data_digest
 from verl_slurm.checks import run_checks, told
 from verl_slurm.config.changes import require_in_place
-from verl_slurm.config.load import dump, given_in, load_resolved, read_config
+from verl_slurm.config.load import dump, given_in, left_of_run, load_resolved, read_config
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dataset.fingerprint import data_record as prints
 from verl_slurm.journal import events as ev
@@ -268,7 +268,7 @@ def _confirmed_drift(
 def _run_yaml_of(directory: Path) -> Path:
     """Returns the run.yaml of a run that lies where it was made. NotFound: no run. ConfigError: a copy."""
     source = directory / "run.yaml"
-    if not source.is_file():
+    if not source.is_file() and not left_of_run(directory):
         raise NotFound(
             "a directory, but not a run",
             where=directory,

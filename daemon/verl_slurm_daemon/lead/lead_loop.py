@@ -30,7 +30,7 @@ from verl_slurm.base.fence import RunOwner, read_owner, take_attempt
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
-from verl_slurm.checkpoint.store.lost import data_digest
+from verl_slurm.checkpoint.store.lost import data_digest, newest_attempt
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.containers.image import check_image
 from verl_slurm.dataset.fingerprint.data_record import check_dataset
@@ -146,10 +146,12 @@ class Lead:
         """
 
         async def take() -> RunOwner:
+            above = await asyncio.to_thread(newest_attempt, self._paths)  # before the owner: `take_attempt`
             former = await self._refuse_if_owned()
             return await asyncio.to_thread(
                 take_attempt,
                 self._paths,
+                above=above,
                 after=former,  # two leads that both found it over: one of them gets it
                 job_id=self._allocation.job_id,
                 restart=self._allocation.restart,

@@ -29,6 +29,7 @@ class _Outline(msgspec.Struct):
     safe_point: int
     created_utc: str
     files: list[_File]
+    attempt: int = 0
     components: list[str] = []
 
 
@@ -107,6 +108,7 @@ def newest_listed(paths: RunPaths) -> CheckpointInfo | None:
                 path=path,
                 step=manifest.step,
                 safe_point=manifest.safe_point,
+                attempt=manifest.attempt,
                 created_utc=manifest.created_utc,
                 num_bytes=sum(file.size for file in manifest.files),
             )

@@ -48,6 +48,7 @@ class LoopSave:
         parent: name of the checkpoint that this attempt resumed from; None: it began from nothing.
         metrics: of the step that it ends; numbers that are not finite are left out.
         metadata: for people, e.g. the versions of the guest's libraries.
+        config: YAML, what the ranks were started with; empty: as RUN has it.
         began: `time.monotonic` when the save began; None: now.
     """
 
@@ -58,6 +59,7 @@ class LoopSave:
     parent: str | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     metadata: Mapping[str, object] = field(default_factory=dict)
+    config: bytes = b""
     began: float | None = None
 
 
@@ -229,7 +231,7 @@ def data_digest(paths: RunPaths) -> str:
 
 
 def small_files(paths: RunPaths, save: LoopSave) -> dict[str, bytes]:
-    """Returns the files of `GUEST_FILES`. Reads the run's configuration."""
+    """Returns the files of `GUEST_FILES`. Reads the run's configuration, unless the save has it."""
     metadata = {
         **save.metadata,
         "step": save.step,
@@ -241,7 +243,7 @@ def small_files(paths: RunPaths, save: LoopSave) -> dict[str, bytes]:
     # run.yaml configures the next start, and may have been edited since this one read it.
     config = paths.trained_with if paths.trained_with.exists() else paths.run_yaml
     small = (
-        read_regular(config, CONFIG),
+        save.config or read_regular(config, CONFIG),
         msgspec.json.format(msgspec.json.encode(metadata), indent=1) + b"\n",
         render_schema(current_schema()),
     )

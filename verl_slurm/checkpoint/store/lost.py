@@ -20,19 +20,24 @@ from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.base.run_id import run_id
 from verl_slurm.base.tree import names_in
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
-from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checkpoint.store.catalog import list_checkpoints, newest_listed
 from verl_slurm.checkpoint.store.run_config import trained_with
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal import events as ev
-from verl_slurm.journal.files import read_events
+from verl_slurm.journal.files import read_events, read_last_events
 from verl_slurm.journal.history import History
 from verl_slurm.journal.status import read_status
 from verl_slurm.journal.steps import every_row
+from verl_slurm.runtime_state.samples import run_of_samples
 from verl_slurm.runtime_state.segment import HEAD_BYTES, Frame, Gap
 from verl_slurm.runtime_state.segment_files import segments, walk
 
 _RANK_LOG = re.compile(r"attempt_(\d{6,})\.restart_", re.ASCII)
+_BEARS = re.compile(r"attempt_(\d{6,9})(?!\d)", re.ASCII)
+_NO_ATTEMPT = 999_999_999
+# Of the journal: some hundred events, and an attempt writes a few dozen.
+_LAST_BYTES = 64 << 10
 _NAME = re.compile(rb"step_\d{6}")
 # As `check_from_step`: the frames' headers are read, and no rollout.
 _NO_PAYLOAD = 1 << 62
@@ -90,8 +95,34 @@ def require_run_id(paths: RunPaths) -> None:
             expected="16 hex digits",
             remedy="it is the end of PREFIX/NAME-ID in every tier of this run; write it there again",
         )
+    if named := run_of_samples(paths):
+        raise TierError(
+            "the run's id is lost, and its samples bear it",
+            where=paths.run_id,
+            found=found,
+            expected=f"{named}, as the newest of them",
+            remedy=f"echo {named} > {shell_word(paths.run_id)}; or move samples*.jsonl out of the run",
+        )
     if refused is not None:
         raise refused
+
+
+def newest_attempt(paths: RunPaths) -> int:
+    """Returns the greatest number of an attempt that the run bears, claims apart (`fence.read_owner`); 0: none.
+
+    OSError: a file cannot be read.
+    """
+    numbers = {0}
+    # In a run that was put back from a snapshot, an attempt that still lives has written here alone.
+    with suppress(TooMuch):
+        numbers.update(event.attempt or 0 for event in read_last_events(paths, _LAST_BYTES)[0])
+        numbers.add(read_status(paths).get("attempt", 0))
+    for folder in (paths.ledger, paths.logs, paths.work(0).parent):
+        numbers.update(int(found[1]) for name in names_in(paths.run, folder) if (found := _BEARS.match(name)))
+    newest = newest_listed(paths)
+    numbers.add((newest.attempt if newest is not None else None) or 0)
+    # What is greater is no number of an attempt.
+    return max(number for number in numbers if number < _NO_ATTEMPT)
 
 
 def lost_error(paths: RunPaths, trace: str, *, by_hand: bool = False) -> CheckpointsLost:

@@ -21,7 +21,7 @@ from verl_slurm.checkpoint.store.lost import former_checkpoint, gone_back, lost_
 from verl_slurm.cli.command_options import PLACE, RUN, Whole, command, option
 from verl_slurm.cli.show import render, run_tables, story
 from verl_slurm.cli.show.render import ago, span
-from verl_slurm.config.load import load_resolved
+from verl_slurm.config.load import is_run, load_resolved
 from verl_slurm.journal.events import Ended, Event, Started, Submitted, Warned
 from verl_slurm.journal.files import read_events, read_history
 from verl_slurm.journal.history import History, interruption_facts, since
@@ -30,7 +30,7 @@ from verl_slurm.journal.steps import last_steps
 from verl_slurm.program.code_record import read_record
 from verl_slurm.runs.glance import Glance, Seen, ask_for, glance, glance_at_all, is_over, state_of
 from verl_slurm.runs.liveness import JobState, job_state, unknown_jobs
-from verl_slurm.runs.run_record import has_ledger
+from verl_slurm.runs.run_record import has_ledger, require_run
 from verl_slurm.wire.reward_plan import read_reward_plan, read_reward_request
 
 # Characters of a bar or a curve.
@@ -376,7 +376,8 @@ def list_runs(place: Path, states: tuple[str, ...], as_json: bool) -> None:
     With checkpoint.keep_best set, a column has that metric of the step that a checkpoint ends, and the place of those
     that are kept for it: `0.83 best`, `0.81 best 2`. --json has all of a step's metrics.
     """
-    if (place / "run.yaml").is_file():
+    if is_run(place):
+        require_run(RunPaths(place.resolve()))
         _print_checkpoints(RunPaths(place.resolve()), as_json)
         return
     runs = glance_at_all(place.resolve())

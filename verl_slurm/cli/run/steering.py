@@ -7,7 +7,7 @@ import click
 from verl_slurm.base.errors import SlurmMissing, SlurmRefused
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
-from verl_slurm.cli.command_options import PLACE, RUN, Whole, command, flag, option
+from verl_slurm.cli.command_options import DAMAGED_RUN, PLACE, RUN, Whole, command, flag, option
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load_resolved
 from verl_slurm.journal.events import RewardAsked
@@ -20,7 +20,7 @@ from verl_slurm.wire.reward_plan import ask_for_reward
 
 
 @command("NO_SLURM SLURM_REFUSED NOT_FOUND")
-@click.argument("run", type=RUN)
+@click.argument("run", type=DAMAGED_RUN)
 def cancel(run: RunPaths, as_json: bool) -> None:
     """End the job of RUN for good.
 

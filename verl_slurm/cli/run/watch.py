@@ -13,6 +13,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli.command_options import PLACE, command
 from verl_slurm.cli.show import render, story
 from verl_slurm.cli.show.run_tables import curve_of, live_line
+from verl_slurm.config.load import is_run
 from verl_slurm.journal.events import Event
 from verl_slurm.journal.files import to_json
 from verl_slurm.journal.history import History
@@ -110,7 +111,7 @@ def watch(places: tuple[Path, ...], verbose: bool, as_json: bool) -> int:
 
 def _holds_runs(place: Path) -> bool:
     try:
-        return not (place / "run.yaml").exists() and any(find_runs(place))
+        return not is_run(place) and any(find_runs(place))
     except PermissionError:
         return False
 

@@ -6,7 +6,7 @@ If the code of a run that has begun has changed, the user says how it goes on: `
 import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from verl_slurm.base.errors import ConfigError
+from verl_slurm.base.errors import ConfigError, DataError
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
@@ -22,7 +22,15 @@ from verl_slurm.base.search_path import PYTHONPATH, absolute_only
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dataset.fingerprint.entries import Drift
 from verl_slurm.journal import events as ev
-from verl_slurm.program.code_record import CodeRecord, CodeTree, files_of, package_drift, read_record
+from verl_slurm.program.code_record import (
+    COPIED,
+    TOPIC,
+    CodeRecord,
+    CodeTree,
+    files_of,
+    package_drift,
+    read_record,
+)
 from verl_slurm.program.copying import copy_tree, read_tree
 from verl_slurm.program.git import Commit, commit_of, diff_of, work_tree
 from verl_slurm.program.installed import Installed, look
@@ -61,7 +69,11 @@ def plan_code(
             `code.on_drift` is `refuse`.
         DataError: the run's record or copy cannot be read.
     """
-    old = read_record(paths) if begun or choice == "run" else None
+    old = None
+    if begun or choice == "run":
+        # `new` needs no former record: it is the way on where that is gone or damaged.
+        with suppress(*[DataError] * (choice == "new")):
+            old = read_record(paths)
     if old is None and choice == "run":
         raise ConfigError(
             "the run has no code of its own to go on with",
@@ -347,4 +359,4 @@ def keep_code(undo: ExitStack, paths: RunPaths, plan: CodePlan) -> list[ev.Notic
             # 0600: a diff may hold what was not meant for others.
             write_file(paths.code_diff(content.tree.diff), content.diff)
     replace_content(undo, paths.code_record, msgspec.json.encode(plan.record) + b"\n")
-    return [ev.Notice("code", f"copied into the run from {line}") for line in plan.lines()]
+    return [ev.Notice(TOPIC, f"{COPIED}{line}") for line in plan.lines()]

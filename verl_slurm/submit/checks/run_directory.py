@@ -20,6 +20,7 @@ from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.store.frozen import frozen_digests
 from verl_slurm.checkpoint.store.medium import room_for
 from verl_slurm.checks import Finding, good, warn
+from verl_slurm.config.load import left_of_run, no_run
 from verl_slurm.config.roles import trained_roles
 from verl_slurm.config.schema import BUILTIN, RunConfig
 from verl_slurm.submit.checks.model_files import num_parameters
@@ -78,6 +79,8 @@ def check_run_dir(run_dir: Path) -> None:
         # Another submit may be making the run at this moment: it holds the lock until its run.yaml is there.
         with only_submitter(RunPaths(run_dir)):
             stray = _stray(run_dir)
+        if stray and left_of_run(run_dir):
+            raise no_run(run_dir / "run.yaml")
         if stray:
             raise PermissionRefused(
                 "the run directory holds something that is not a run",
