@@ -4,6 +4,7 @@ import math
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.shell_completion import BashComplete, CompletionItem, add_completion_class
 
+from verl_slurm.base.errors import NotFound, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.shipped import example, examples
@@ -49,8 +51,18 @@ class _RunType(ParamType[RunPaths]):
             self.fail("an empty word is no run.", param, ctx)
         from verl_slurm.runs.run_record import require_run, require_traces
 
-        require = require_traces if self._damaged else require_run
-        return require(RunPaths(Path(value).resolve()))
+        require, paths = require_traces if self._damaged else require_run, RunPaths(Path(value).resolve())
+        try:
+            return require(paths)
+        except NotFound as error:
+            # Its run was moved or removed: the job goes on, and Slurm alone still knows of it.
+            with suppress(VerlSlurmError):
+                from verl_slurm.runs.liveness import queued_jobs
+
+                if not paths.root.exists() and (jobs := queued_jobs(paths)):
+                    error.found = f"job {jobs[-1]} of a run that was here"
+                    error.remedy = f"move the run back, or end its job: scancel {jobs[-1]}"
+            raise
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
