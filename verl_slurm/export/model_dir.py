@@ -16,6 +16,7 @@ import msgspec
 from verl_slurm.base.bounded import MODEL_CONFIG, TOKENIZER, Limit, check_json, decode_json, read_fd
 from verl_slurm.base.errors import UNREADABLE, DataError
 from verl_slurm.base.tree import open_below, open_directory
+from verl_slurm.checkpoint.format.specification import CHAT_TEMPLATE
 
 # The files of a transformers tokenizer.
 TOKENIZER_FILES = (
@@ -25,7 +26,7 @@ TOKENIZER_FILES = (
 )
 _KNOWN = frozenset({*TOKENIZER_FILES, "config.json", "generation_config.json"})
 # Includes vocabularies under other names.
-_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".spm", ".vocab", ".bpe", ".tiktoken")
+SMALL_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".spm", ".vocab", ".bpe", ".tiktoken")
 _BLOB = re.compile(r"\.\./\.\./blobs/([0-9a-f]{40,64})", re.ASCII)
 # Keys of config.json that name code or kernels; none of them says what tensors the model has.
 _FETCHED = frozenset(
@@ -56,7 +57,7 @@ def take_small_files(model_dir: Path, into: Path) -> None:
     try:
         with open_directory(directory) as root:
             # By suffix: weights, code and pickles are never copied.
-            names = sorted(name for name in os.listdir(root) if name.endswith(_SUFFIXES))
+            names = sorted(name for name in os.listdir(root) if name.endswith(SMALL_SUFFIXES))
             for name in names:
                 try:
                     data = _read(directory, root, name)
@@ -68,6 +69,18 @@ def take_small_files(model_dir: Path, into: Path) -> None:
                 (into / name).write_bytes(data)
     except OSError as error:
         raise _refused(error.filename or directory, error) from error
+
+
+def put_template(model_dir: Path, template: str) -> None:
+    """Gives the tokenizer in `model_dir`, a copy of ours, the chat template `template` in the place of its own."""
+    (model_dir / CHAT_TEMPLATE).write_bytes(template.encode())
+    (model_dir / "chat_template.json").unlink(missing_ok=True)
+    path = model_dir / "tokenizer_config.json"
+    if path.is_file():
+        said = msgspec.json.decode(path.read_bytes(), type=dict[str, msgspec.Raw])
+        # Programs that know no chat_template.jinja would render by the one in here.
+        if said.pop("chat_template", None) is not None:
+            path.write_bytes(msgspec.json.format(msgspec.json.encode(said), indent=2) + b"\n")
 
 
 def _read(directory: Path, root: int, name: str) -> bytes:

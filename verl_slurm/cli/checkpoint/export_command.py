@@ -102,6 +102,9 @@ def export(
                 f"{counted(done.num_files, 'file')}, {done.num_bytes / 1e6:.1f} MB, in {done.seconds:.1f} s",
             ),
             ("memory", f"{done.peak_bytes / 1e6:.1f} MB of tensors at once"),
+            ("weights", _weights(config.get("model.dtype"), dtype)),
+            ("prompts", done.prompts),
+            *([("model", f"{wish.model}: {done.model}")] if done.model else []),
         ]
     )
 
@@ -119,6 +122,11 @@ def _roles(to: Layout, asked: Role | None, there: set[str], where: Path) -> tupl
             remedy="export another checkpoint, or what this one holds with --role",
         )
     return wanted
+
+
+def _weights(trained: object, wanted: str) -> str:
+    same = wanted in ("keep", trained)
+    return f"{trained}, as in training" if same else f"{wanted}; {trained} in training"
 
 
 def _show(bar: render.Bar, progress: ExportProgress) -> None:
