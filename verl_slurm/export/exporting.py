@@ -36,7 +36,7 @@ from verl_slurm.config.roles import Role
 from verl_slurm.dataset.fingerprint.data_record import fingerprint
 from verl_slurm.dataset.fingerprint.entries import recorded_tree
 from verl_slurm.dataset.prompts.chat_template import model_template, same_template
-from verl_slurm.export.model_dir import SMALL_SUFFIXES
+from verl_slurm.export.model_dir import is_small, small_digests
 
 Layout = Literal["hf", "single-file", "split"]
 
@@ -176,13 +176,9 @@ def export(
         peak = fill(order, progress)
         source = _template_source(look, trained)
         prompts = _rendering(staging, wish, trained, source)
-        said = {
-            "prompts": prompts,
-            "template": source,
-            "template_sha256": trained and hashlib.sha256(trained.encode()).hexdigest(),
-            "model": differs,
-        }
-        _record(staging, manifest, wish, said)
+        digest = trained and hashlib.sha256(trained.encode()).hexdigest()
+        beside = {"prompts": prompts, "template": source, "template_sha256": digest, "model": differs}
+        _record(staging, manifest, wish, beside)
         progress(ExportProgress(phase="sync"))
         num_files, num_bytes = _make_durable(staging)
     return Exported(
@@ -209,26 +205,20 @@ def _differs(model: Path, manifest: Manifest, frozen: Path) -> str:
     expected = manifest.frozen.get("reference")
     if expected is None or not model.is_dir():
         return ""  # not recorded; the reader of a missing directory refuses it
+    record = recorded_tree(frozen, expected)
+    if record is not None:
+        # By the files that an export takes: a copy may lack the weights, or have files where the model had links.
+        ours = {name: entry.sha256 for name, entry in record.files.items() if is_small(name, entry.size)}
+        theirs = small_digests(model)
+        names = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+        return f"not the run's: other {', '.join(names)}" if names else ""
     try:
-        found = fingerprint(model)
-        record = None if found.digest == expected else recorded_tree(frozen, expected)
+        found = fingerprint(model).digest
     except DataError as error:
         return f"not compared with the run's: {error.what}: {error.where}"
-    if found.digest == expected:
-        return ""
-    if record is None:
-        return f"not the run's: digest {found.digest[:16]}, the run recorded {expected[:16]}"
-    # By the files that an export takes: a copy may lack the weights, or have files where the model had links.
-    theirs, ours = found.digests(), record.digests()
-    names = sorted(
-        name
-        for name in theirs.keys() | ours.keys()
-        if "/" not in name
-        and name.endswith(SMALL_SUFFIXES)
-        and not name.endswith(".index.json")
-        and theirs.get(name) != ours.get(name)
+    return (
+        "" if found == expected else f"not the run's: digest {found[:16]}, the run recorded {expected[:16]}"
     )
-    return f"not the run's: other {', '.join(names)}" if names else ""
 
 
 def _changed(model: Path, manifest: Manifest, differs: str, frozen: Path) -> DataError:

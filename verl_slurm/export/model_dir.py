@@ -4,16 +4,25 @@ The directory may be another user's. Only regular files within a limit are copie
 alone.
 """
 
+import hashlib
 import os
 import re
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from verl_slurm.base.bounded import MODEL_CONFIG, TOKENIZER, Limit, check_json, decode_json, read_fd
+from verl_slurm.base.bounded import (
+    MODEL_CONFIG,
+    TOKENIZER,
+    Limit,
+    check_json,
+    decode_json,
+    read_fd,
+    read_regular,
+)
 from verl_slurm.base.errors import UNREADABLE, DataError
 from verl_slurm.base.tree import open_below, open_directory
 from verl_slurm.checkpoint.format.specification import CHAT_TEMPLATE
@@ -26,7 +35,7 @@ TOKENIZER_FILES = (
 )
 _KNOWN = frozenset({*TOKENIZER_FILES, "config.json", "generation_config.json"})
 # Includes vocabularies under other names.
-SMALL_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".spm", ".vocab", ".bpe", ".tiktoken")
+_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".spm", ".vocab", ".bpe", ".tiktoken")
 _BLOB = re.compile(r"\.\./\.\./blobs/([0-9a-f]{40,64})", re.ASCII)
 # Keys of config.json that name code or kernels; none of them says what tensors the model has.
 _FETCHED = frozenset(
@@ -57,7 +66,7 @@ def take_small_files(model_dir: Path, into: Path) -> None:
     try:
         with open_directory(directory) as root:
             # By suffix: weights, code and pickles are never copied.
-            names = sorted(name for name in os.listdir(root) if name.endswith(SMALL_SUFFIXES))
+            names = sorted(name for name in os.listdir(root) if name.endswith(_SUFFIXES))
             for name in names:
                 try:
                     data = _read(directory, root, name)
@@ -69,6 +78,25 @@ def take_small_files(model_dir: Path, into: Path) -> None:
                 (into / name).write_bytes(data)
     except OSError as error:
         raise _refused(error.filename or directory, error) from error
+
+
+def is_small(path: str, num_bytes: int) -> bool:
+    """Returns whether an export may take the file at `path` of a model directory."""
+    of_weights = path.endswith(".index.json")
+    return (
+        "/" not in path and path.endswith(_SUFFIXES) and not of_weights and num_bytes <= TOKENIZER.num_bytes
+    )
+
+
+def small_digests(model_dir: Path) -> dict[str, str]:
+    """Maps the files that an export may take to their SHA-256; leaves out those that cannot be read."""
+    found: dict[str, str] = {}
+    for name in os.listdir(model_dir):
+        if is_small(name, 0):
+            with suppress(OSError, *UNREADABLE):
+                data = read_regular(model_dir / name, Limit(num_bytes=TOKENIZER.num_bytes), follow=True)
+                found[name] = hashlib.sha256(data).hexdigest()
+    return found
 
 
 def put_template(model_dir: Path, template: str) -> None:

@@ -57,8 +57,8 @@ def export(
                  optimizer/optim_states.pt scheduler/sched_state.pt
 
     The checkpoint is verified first, every byte. Config and tokenizer come from the model the run was started
-    from. The .pt files hold plain tensors by name and load with weights_only=True; the optimizer's loads with
-    torch.optim.AdamW(model.parameters()).load_state_dict(file["actor"]).
+    from, the chat template from the checkpoint. The .pt files hold plain tensors by name and load with
+    weights_only=True; the optimizer's loads with torch.optim.AdamW(model.parameters()).load_state_dict(file["actor"]).
 
     A part that the checkpoint does not hold (components, include_optimizer) is left out of the .pt layouts.
     Memory: hf needs one shard (5 GB) at a time, the .pt layouts one file (the largest: the optimizer's).
