@@ -11,7 +11,7 @@ import pytest
 
 from tests.save.parts import provenance, runtime
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION
+from verl_slurm.checkpoint.format.specification import CHAT_TEMPLATE, SCHEMA_VERSION
 from verl_slurm.checkpoint.format.state_schema import current_schema, render_schema
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import ModelConfig, RunConfig, TrainConfig
@@ -31,6 +31,7 @@ class Trained:
         from verl_slurm.trainer.quickstart.tiny_model import _config, _tokenizer
 
         self.base, self.paths = root / "base", RunPaths(root / "run")
+        self.paths.root.mkdir(parents=True)
         tokenizer = _tokenizer()
         config = _config(tokenizer)
         # vLLM's CPU kernels want heads of 32 and more; wide weights, so that greedy tokens are not all the same.
@@ -57,7 +58,7 @@ class Trained:
         )
 
     def save(self, step: int = 2, **changes: Any) -> Path:
-        """Commit a checkpoint; `changes`: config=, topology=, fingerprint=, frozen=, encryption=."""
+        """Commit a checkpoint; `changes`: config=, topology=, fingerprint=, frozen=, encryption=, template=."""
         from verl_slurm.save.ranks.collective import Collective
         from verl_slurm.save.ranks.saver import CheckpointSaver, SaveContents
         from verl_slurm.save.ranks.tensors import model_tensors, optimizer_tensors
@@ -77,12 +78,14 @@ class Trained:
         texts = {
             "scheduler.json": schedule_record(config.train, step),
             "metadata.json": {"index": 0, "rollout_offset": 8, "history": history},
-            "orchestration.json": layout,
+            "orchestration.json": layout | {"began": "2024-07-26T08:00:00+00:00"},
         }
+        template = {CHAT_TEMPLATE: changes["template"].encode()} if "template" in changes else {}
         contents = SaveContents(
             runtime=state,
             texts={name: json.dumps(value).encode() for name, value in texts.items()}
-            | {"config.yaml": dump(config), SCHEMA_VERSION: render_schema(schema)},
+            | {"config.yaml": dump(config), SCHEMA_VERSION: render_schema(schema)}
+            | template,
         )
         domains = {
             "actor": model_tensors(self.actor),

@@ -142,6 +142,7 @@ def cut_in_two(whole: Path, paths: RunPaths) -> Path:
     from verl_slurm.checkpoint.store.verify import read_manifest
     from verl_slurm.save.ranks.loader import read_whole
 
+    paths.root.mkdir()
     staging = door.begin(paths, 2, 0)
     shutil.copytree(
         whole, staging.directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json")

@@ -94,6 +94,24 @@ def test_a_run_trains_on_conversations_by_a_chat_template(run: RunPaths, samples
     assert {row["answer"] for row in rows} <= {"0", "1"}
 
 
+def test_an_export_renders_as_the_run_did_though_the_template_file_has_changed(
+    run: RunPaths, samples: Samples, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    (run.root.parent / "chat.jinja").write_text("{{ messages[0].content }}")
+    assert main(["export", str(run.root), "--to", "hf", "--out", str(tmp_path / "out")]) == 0
+    tokenizer = AutoTokenizer.from_pretrained(str(tmp_path / "out"), local_files_only=True)
+    _, text = samples("--json", "--limit", "1")
+    prompt = json.loads(text)["prompt"]
+    number = re.findall(r"\d+", prompt)[0]
+    talk = [
+        {"role": "system", "content": "Add."},
+        {"role": "user", "content": f"{number}+1=\x1b[2J"},
+    ]
+    assert tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True) == prompt
+
+
 @pytest.mark.scenario("USE08")
 def test_samples_shows_the_best_and_the_worst_of_a_step(run: RunPaths, samples: Samples) -> None:
     code, text = samples("--limit", "3")

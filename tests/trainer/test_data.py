@@ -1,5 +1,6 @@
 """Prompts in an order that is a function of seed and offset, and which of them are held out: by their text alone."""
 
+import copy
 import json
 import shutil
 from contextlib import nullcontext
@@ -196,6 +197,18 @@ def test_a_template_that_writes_the_date_writes_that_of_the_runs_first_start(
     template = "{{ strftime_now('%d.%m.%Y') }} {{ messages[0].content }}"
     data = PromptData(tmp_path, tokenizer, DataConfig(), 0, template=template, clock=clock)
     assert data.prompts(torch.tensor([0])) == ["26.07.2024 1="]
+
+
+def test_the_template_that_rendered_prompts_is_known_and_none_where_all_were_text(
+    tmp_path: Path, root: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    assert PromptData(root, tokenizer, DataConfig(), 0, template="unused").template is None
+    (root / "c.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": "1="}], "answer": "1"}))
+    template = "{{ messages[0].content }}"
+    assert PromptData(root, tokenizer, DataConfig(), 0, template=template).template == template
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = {"default": template + "1", "tool_use": template}  # type: ignore[assignment]
+    assert PromptData(root, own, DataConfig(), 0).template == template + "1"
 
 
 def test_a_missing_root_and_a_missing_tokenizer_are_data_errors(

@@ -15,7 +15,8 @@ from verl_slurm.base.errors import ConfigError, DataError, RolloutMismatch
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.config.schema import DataConfig, RolloutConfig
 from verl_slurm.dataset.prompts.chat_template import has_template
-from verl_slurm.trainer.data import Batch, PromptData, end_tokens, load_tokenizer
+from verl_slurm.export.causal_lm import end_tokens
+from verl_slurm.trainer.data import Batch, PromptData, load_tokenizer
 from verl_slurm.trainer.models import load_causal_lm, logprobs_and_entropy
 from verl_slurm.trainer.objective.counter_rng import uniforms
 from verl_slurm.trainer.rollout.engines import gap_and_tokens, gap_limit, require_small_gap

@@ -1,5 +1,6 @@
 """What goes after a save. The checkpoints here are manifests without files: whoever reads one finds it broken."""
 
+import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -13,6 +14,7 @@ from verl_slurm.base.fence import take_attempt
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.components import Components
+from verl_slurm.checkpoint.format.state_schema import current_schema
 from verl_slurm.checkpoint.store import pruning, verify
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.runtime_state.format import Phase
@@ -20,7 +22,7 @@ from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.save.ranks.saver import SaveContents, SavedCheckpoint
 from verl_slurm.trainer import saving
 from verl_slurm.trainer.saving import Checkpointer
-from verl_slurm.trainer.state.position import Position
+from verl_slurm.trainer.state.position import Position, StepShape
 from verl_slurm.trainer.state.train_state import TrainState, fresh_state
 
 pytestmark = pytest.mark.torch
@@ -134,6 +136,37 @@ def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
 def test_pruning_after_a_save_reads_no_checkpoint(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = Attempt(paths, monkeypatch, keep_last=2)
     assert [ours.save(step) for step in (1, 2, 3, 4)] == [[1], [1, 2], [2, 3], [3, 4]]
+
+
+def test_each_checkpoint_has_the_chat_template_that_rendered_its_prompts(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[Mapping[str, bytes]] = []
+
+    class Keeps(_Commits):
+        def begin(self, contents: SaveContents, *args: Any, **options: Any) -> Future[SavedCheckpoint]:
+            saved.append(contents.texts)
+            return super().begin(contents, *args, **options)
+
+    monkeypatch.setattr(saving, "capture_state", lambda *_, **__: 1)
+    paths.orchestration.write_bytes(b"{}")
+    config = run_config()
+    for template in ("{{ messages }}", None):
+        ours = Checkpointer(
+            config=config,
+            paths=paths,
+            shape=StepShape.of(config),
+            rank=0,
+            saver=Keeps(paths),  # type: ignore[arg-type]
+            ledger=_NoLedger(),  # type: ignore[arg-type]
+            schema=current_schema(),
+            attempt=1,
+            resumed_from="",
+            template=template,
+        )
+        ours.begin(fresh_state(config), tidy=False).result()
+        shutil.rmtree(paths.checkpoints)
+    assert [texts.get("chat_template.jinja") for texts in saved] == [b"{{ messages }}", None]
 
 
 def test_what_was_resumed_from_stays_beside_the_first_save_of_ours(

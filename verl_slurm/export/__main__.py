@@ -61,7 +61,16 @@ def work(order: ExportOrder, say: Callable[[object], Any]) -> None:
         # One shard is in memory at a time, and the largest one decides.
         peak = max(sum(cast_bytes(entries[name], dtype) for name in names) for names in shards.values())
         say({"total": total, "peak": peak})
-        write_hf(source, role, skeletons[role], model, order.staging, dtype=dtype, where=wish.model)
+        write_hf(
+            source,
+            role,
+            skeletons[role],
+            model,
+            order.staging,
+            dtype=dtype,
+            where=wish.model,
+            template=order.template,
+        )
     else:
         total += moments_bytes(source, roles)
         say({"total": total, "peak": largest_file(source, roles, dtype)})

@@ -8,13 +8,16 @@ with one label have the same names where they come from `GenericForTokenClassifi
 import inspect
 from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 from transformers.modeling_outputs import TokenClassifierOutput
 
-from verl_slurm.base.errors import DataError
+from verl_slurm.base.bounded import read_end_tokens
+from verl_slurm.base.errors import UNREADABLE, DataError
 
 
 def accepted(model: nn.Module, **words: Any) -> dict[str, Any]:
@@ -42,6 +45,25 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     # The outermost list of modules comes first. Nothing before the layers is a list in any family.
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     return list(next(lists, nn.ModuleList()).children())
+
+
+def end_tokens(model_path: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Returns the tokens that end a response: those of Hugging Face's `generate`, and the tokenizer's.
+
+    Raises:
+        DataError: the model directory names no token ids there.
+    """
+    try:
+        named = read_end_tokens(model_path)
+    except UNREADABLE as error:
+        raise DataError(
+            "the model's end tokens cannot be read",
+            where=model_path,
+            found=error,
+            remedy="fix eos_token_id in that file",
+        ) from None
+    # A chat model often ends its turn with another token than its tokenizer names.
+    return tuple(dict.fromkeys([int(tokenizer.eos_token_id), *named]))
 
 
 class ValueModel(nn.Module):

@@ -5,6 +5,7 @@ Order: look at `--out` → verify every byte → make a directory under a hidden
 removes the directory, an interrupt and SIGTERM included; SIGKILL leaves it under its hidden name.
 """
 
+import hashlib
 import json
 import os
 import signal
@@ -20,17 +21,22 @@ from typing import IO, Any, Literal
 
 import msgspec
 
-from verl_slurm.base.errors import DataError, VerlSlurmError
+from verl_slurm.base.errors import CheckpointCorrupt, DataError, VerlSlurmError
 from verl_slurm.base.files import fsync_path
+from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.packages import require_packages
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.components import require_own
-from verl_slurm.checkpoint.format.specification import Manifest
+from verl_slurm.checkpoint.format.specification import CHAT_TEMPLATE, Manifest
 from verl_slurm.checkpoint.inspect.contents import Look
 from verl_slurm.checkpoint.store.run_config import keys_for
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.checkpoint.store.whole_output import require_free, whole_output
 from verl_slurm.config.roles import Role
 from verl_slurm.dataset.fingerprint.data_record import fingerprint
+from verl_slurm.dataset.fingerprint.entries import recorded_tree
+from verl_slurm.dataset.prompts.chat_template import model_template, same_template
+from verl_slurm.export.model_dir import is_small, small_digests
 
 Layout = Literal["hf", "single-file", "split"]
 
@@ -46,7 +52,8 @@ class Wish:
         out: does not exist, or is an empty directory; its parent exists.
         roles: for `hf` one, for the others one or both.
         model: the base model's directory, for config and tokenizer.
-        is_first_model: compare `model` with the digest that the run recorded at its start.
+        is_first_model: `model` is where the run had it, and is refused if it has changed. Otherwise it is the user's
+            choice, and keeps what it has.
     """
 
     to: Layout
@@ -67,6 +74,8 @@ class ExportOrder(msgspec.Struct, frozen=True, kw_only=True):
     staging: Path
     key_file: Path | None
     wish: Wish
+    # The chat template that the tokenizer is given; None: it keeps its own.
+    template: str | None = None
 
     def render(self) -> bytes:
         """Returns it as JSON."""
@@ -90,13 +99,21 @@ class ExportProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """Result of an export; `peak_bytes`: of tensors, in memory at once."""
+    """Result of an export.
+
+    Attributes:
+        prompts: how the run's prompts were rendered, and whether the export does it so.
+        model: how the user's `--model` differs from the run's; empty: it does not.
+        peak_bytes: of tensors, in memory at once.
+    """
 
     out: str
     checkpoint: str
     to: Layout
     roles: tuple[Role, ...]
     dtype: str
+    prompts: str
+    model: str
     num_files: int
     num_bytes: int
     peak_bytes: int
@@ -136,22 +153,32 @@ def export(
     out = wish.out.parent.resolve() / wish.out.name
     require_free(out, directory, "an export")
     keys = keys_for(directory, key_file)
-    manifest = Look(directory, keys).manifest
+    look = Look(directory, keys)
+    manifest = look.manifest
     require_own(manifest, directory)
     progress(ExportProgress(phase="verify", total=manifest.num_bytes))
     # Every byte, before any is written: the child checks each chunk that it reads, but would find a fault in the
     # middle.
     remedy = "export one that does (`verl-slurm verify RUN`)"
     manifest = verify(directory, keys=keys).require("the checkpoint does not verify", directory, remedy)
-    if wish.is_first_model:
-        progress(ExportProgress(phase="model"))
-        _require_first_model(wish.model, manifest)
+    progress(ExportProgress(phase="model"))
+    frozen = RunPaths(directory.parent.parent).frozen
+    differs = _differs(wish.model, manifest, frozen)
+    if differs and wish.is_first_model:
+        raise _changed(wish.model, manifest, differs, frozen)
+    trained = _trained_template(look)
     with whole_output(out, "the export") as staging:
         order = ExportOrder(
             checkpoint=directory, digest=manifest.digest, staging=staging, key_file=key_file, wish=wish
         )
+        # Files that the user chose in place of the run's are left as they are, and told.
+        order = order if differs else msgspec.structs.replace(order, template=trained)
         peak = fill(order, progress)
-        _record(staging, manifest, wish)
+        source = _template_source(look, trained)
+        prompts = _rendering(staging, wish, trained, source)
+        digest = trained and hashlib.sha256(trained.encode()).hexdigest()
+        beside = {"prompts": prompts, "template": source, "template_sha256": digest, "model": differs}
+        _record(staging, manifest, wish, beside)
         progress(ExportProgress(phase="sync"))
         num_files, num_bytes = _make_durable(staging)
     return Exported(
@@ -160,6 +187,8 @@ def export(
         to=wish.to,
         roles=wish.roles,
         dtype=wish.dtype,
+        prompts=prompts,
+        model=differs,
         num_files=num_files,
         num_bytes=num_bytes,
         peak_bytes=peak,
@@ -167,20 +196,78 @@ def export(
     )
 
 
-def _require_first_model(model: Path, manifest: Manifest) -> None:
-    """Requires the config and tokenizer that the run was started with, as far as it recorded them."""
+def _differs(model: Path, manifest: Manifest, frozen: Path) -> str:
+    """Says how config and tokenizer in `model` differ from those that the run was started with; empty: not known to.
+
+    Args:
+        frozen: where the run keeps copies of its models, and their records (`RUN/frozen`).
+    """
     expected = manifest.frozen.get("reference")
     if expected is None or not model.is_dir():
-        return  # not recorded; the reader of a missing directory refuses it
-    found = fingerprint(model).digest
-    if found != expected:
-        raise DataError(
-            "the base model has changed since the run started",
-            where=model,
-            found=f"digest {found[:16]}",
-            expected=expected[:16],
-            remedy=f"put it back, or say that its config and tokenizer are right: --model {model}",
-        )
+        return ""  # not recorded; the reader of a missing directory refuses it
+    record = recorded_tree(frozen, expected)
+    if record is not None:
+        # By the files that an export takes: a copy may lack the weights, or have files where the model had links.
+        ours = {name: entry.sha256 for name, entry in record.files.items() if is_small(name, entry.size)}
+        theirs = small_digests(model)
+        names = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+        return f"not the run's: other {', '.join(names)}" if names else ""
+    try:
+        found = fingerprint(model).digest
+    except DataError as error:
+        return f"not compared with the run's: {error.what}: {error.where}"
+    return (
+        "" if found == expected else f"not the run's: digest {found[:16]}, the run recorded {expected[:16]}"
+    )
+
+
+def _changed(model: Path, manifest: Manifest, differs: str, frozen: Path) -> DataError:
+    copy = frozen / manifest.frozen["reference"]
+    remedy = f"take the run's own copy: --model {shell_word(copy)}" if copy.is_dir() else "put it back"
+    return DataError(
+        "the base model has changed since the run started",
+        where=model,
+        found=differs,
+        expected="config and tokenizer as the run recorded them",
+        remedy=f"{remedy}; or say that these are right: --model {shell_word(model)}",
+    )
+
+
+def _trained_template(look: Look) -> str | None:
+    """Returns the chat template that rendered the run's prompts; None: all of them were text."""
+    if CHAT_TEMPLATE not in look.entries:
+        return None
+    try:
+        return look.read(CHAT_TEMPLATE).decode()
+    except ValueError as error:
+        raise CheckpointCorrupt(
+            "the run's chat template is no UTF-8 text",
+            where=look.directory / CHAT_TEMPLATE,
+            found=error,
+            remedy="export the weights alone: --to single-file",
+        ) from None
+
+
+def _template_source(look: Look, trained: str | None) -> str | None:
+    if trained is None:
+        return None
+    named = look.config().get("data.chat_template")
+    source = "the base model" if named in ("auto", None) else f"data.chat_template ({named})"
+    # The ranks give all attempts the date of the first start; a server gives today's.
+    began = str(look.json("orchestration.json").get("began", ""))[:10] if "strftime_now" in trained else ""
+    return source + (f", whose date was {began} in training" if began else "")
+
+
+def _rendering(staging: Path, wish: Wish, trained: str | None, source: str | None) -> str:
+    own = model_template(staging)
+    if trained is None:
+        return "text in training, by no chat template" + ("; the tokenizer has one" if own else "")
+    if wish.to != "hf":
+        return f"in training by the chat template of {source}; this layout has none"
+    if same_template(own, trained):
+        return f"as in training, by the chat template of {source}"
+    kept = "another chat template" if own else "no chat template"
+    return f"NOT as in training, by the chat template of {source}: --model has {kept}, which is kept"
 
 
 @contextmanager
@@ -272,7 +359,7 @@ def _broken(returncode: int, words: IO[bytes]) -> VerlSlurmError:
     )
 
 
-def _record(staging: Path, manifest: Manifest, wish: Wish) -> None:
+def _record(staging: Path, manifest: Manifest, wish: Wish, beside: dict[str, str | None]) -> None:
     origin = {
         name: getattr(manifest, name)
         for name in ("name", "step", "safe_point", "phase", "attempt", "created_utc", "digest", "schema_id")
@@ -280,7 +367,9 @@ def _record(staging: Path, manifest: Manifest, wish: Wish) -> None:
     how = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(wish).items()}
     # They tell about this command, and not about the files.
     del how["out"], how["is_first_model"]
-    text = json.dumps({"checkpoint": origin, "export": how}, indent=1, sort_keys=True)
+    text = json.dumps(
+        {"checkpoint": origin, "export": how, "beside_weights": beside}, indent=1, sort_keys=True
+    )
     (staging / RECORD).write_text(text + "\n")
 
 

@@ -1,8 +1,10 @@
 """Writes a role's weights as a Hugging Face model directory, which `from_pretrained` and vLLM load.
 
 ```
-config.json  generation_config.json           of the base model; architectures and dtype as they are now
+config.json  generation_config.json           of the base model; architectures and dtype as they are now, and the end
+                                              tokens that ended a response in training
 tokenizer.json tokenizer_config.json ...      copied from the base model, byte for byte
+chat_template.jinja                           of the run, where the base model's own is another
 model.safetensors                             or, above 5 GB, model-00001-of-0000N.safetensors with
 model.safetensors.index.json                  the shard of each tensor
 ```
@@ -20,11 +22,13 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from verl_slurm.base.errors import CheckpointCorrupt, DataError
 from verl_slurm.config.roles import Role
-from verl_slurm.export.model_dir import TOKENIZER_FILES
+from verl_slurm.dataset.prompts.chat_template import same_template
+from verl_slurm.export.causal_lm import end_tokens
+from verl_slurm.export.model_dir import TOKENIZER_FILES, put_template
 from verl_slurm.export.skeleton import Skeleton, bounded_work
 from verl_slurm.export.source import ExportSource, cast_dtype
 
@@ -61,11 +65,13 @@ def write_hf(
     *,
     dtype: torch.dtype | None,
     where: Path | None = None,
+    template: str | None = None,
 ) -> None:
     """Fills the directory `out`, with floating-point weights in `dtype` (None: as saved).
 
     Args:
-        model_dir: small files of the base model (`model_dir.take_small_files`), which errors call `where`.
+        model_dir: small files of the base model (`model_dir.take_small_files`), which errors call `where`; changed.
+        template: the chat template that the tokenizer must render by; None: its own.
 
     Raises:
         DataError: the base model has no tokenizer that loads.
@@ -73,8 +79,8 @@ def write_hf(
         OSError: the storage refused.
     """
     # First the part that may be refused, then the slow part.
-    _copy_tokenizer(model_dir, out, where or model_dir)
-    _write_configs(source, role, skeleton, model_dir, out, dtype)
+    tokenizer = _copy_tokenizer(model_dir, out, where or model_dir, template)
+    _write_configs(source, role, skeleton, model_dir, out, dtype, tokenizer)
     shards = plan_shards(source, role, skeleton, dtype)
     total = 0
     for file, names in shards.items():
@@ -101,19 +107,19 @@ def _save_shard(tensors: dict[str, Tensor], path: Path) -> None:
         raise OSError(errno.EIO, str(error), str(path)) from error
 
 
-def _copy_tokenizer(model_dir: Path, out: Path, where: Path) -> None:
-    try:
-        with bounded_work(_TOKENIZER_BYTES):
-            tokenizer = AutoTokenizer.from_pretrained(
-                str(model_dir), local_files_only=True, trust_remote_code=False
+def _copy_tokenizer(model_dir: Path, out: Path, where: Path, template: str | None) -> PreTrainedTokenizerBase:
+    tokenizer = _tokenizer(model_dir, where)
+    if template is not None and not _renders_by(tokenizer, template):
+        put_template(model_dir, template)
+        # Loaded again: which of several places wins is the library's to say.
+        if not _renders_by(_tokenizer(model_dir, where), template):
+            raise DataError(
+                "the tokenizer does not take the run's chat template",
+                where=where,
+                found=f"{tokenizer.chat_template!r:.80}",
+                expected=f"{template!r:.80}",
+                remedy="name a directory with tokenizer files of another form with --model DIR",
             )
-    except Exception as error:
-        raise DataError(
-            "the base model has no tokenizer that loads",
-            where=where,
-            found=f"{type(error).__name__}: {error}",
-            remedy="name a directory with the tokenizer's files with --model DIR",
-        ) from error
     vocabulary = {"tokenizer.json", *tokenizer.vocab_files_names.values()}
     there = [name for name in sorted({*TOKENIZER_FILES, *vocabulary}) if (model_dir / name).is_file()]
     if vocabulary.isdisjoint(there):
@@ -127,6 +133,28 @@ def _copy_tokenizer(model_dir: Path, out: Path, where: Path) -> None:
     for name in there:
         # Copied, not saved anew: a round trip may rewrite them.
         (out / name).write_bytes((model_dir / name).read_bytes())
+    return tokenizer
+
+
+def _tokenizer(model_dir: Path, where: Path) -> PreTrainedTokenizerBase:
+    try:
+        with bounded_work(_TOKENIZER_BYTES):
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                str(model_dir), local_files_only=True, trust_remote_code=False
+            )
+    except Exception as error:
+        raise DataError(
+            "the base model has no tokenizer that loads",
+            where=where,
+            found=f"{type(error).__name__}: {error}",
+            remedy="name a directory with the tokenizer's files with --model DIR",
+        ) from error
+    return tokenizer
+
+
+def _renders_by(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    own = tokenizer.chat_template
+    return same_template(own.get("default") if isinstance(own, dict) else own, template)
 
 
 def _write_configs(
@@ -136,6 +164,7 @@ def _write_configs(
     model_dir: Path,
     out: Path,
     dtype: torch.dtype | None,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     first = source.entries(role)[skeleton.parameters[0]]
     # Of the first parameter: an export has one type for all floating-point weights, unless it keeps them as saved.
@@ -147,6 +176,10 @@ def _write_configs(
             generation = GenerationConfig.from_pretrained(str(model_dir), local_files_only=True)
         else:
             generation = GenerationConfig.from_model_config(skeleton.config)
+        # `generate` stops at these alone; the run's rollouts stopped at the tokenizer's, too.
+        if tokenizer.eos_token_id is not None:
+            ends = end_tokens(model_dir, tokenizer)
+            generation.eos_token_id = list(ends) if len(ends) > 1 else ends[0]
         generation.save_pretrained(str(out))
 
 

@@ -4,18 +4,28 @@ The directory may be another user's. Only regular files within a limit are copie
 alone.
 """
 
+import hashlib
 import os
 import re
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from verl_slurm.base.bounded import MODEL_CONFIG, TOKENIZER, Limit, check_json, decode_json, read_fd
+from verl_slurm.base.bounded import (
+    MODEL_CONFIG,
+    TOKENIZER,
+    Limit,
+    check_json,
+    decode_json,
+    read_fd,
+    read_regular,
+)
 from verl_slurm.base.errors import UNREADABLE, DataError
 from verl_slurm.base.tree import open_below, open_directory
+from verl_slurm.checkpoint.format.specification import CHAT_TEMPLATE
 
 # The files of a transformers tokenizer.
 TOKENIZER_FILES = (
@@ -68,6 +78,37 @@ def take_small_files(model_dir: Path, into: Path) -> None:
                 (into / name).write_bytes(data)
     except OSError as error:
         raise _refused(error.filename or directory, error) from error
+
+
+def is_small(path: str, num_bytes: int) -> bool:
+    """Returns whether an export may take the file at `path` of a model directory."""
+    of_weights = path.endswith(".index.json")
+    return (
+        "/" not in path and path.endswith(_SUFFIXES) and not of_weights and num_bytes <= TOKENIZER.num_bytes
+    )
+
+
+def small_digests(model_dir: Path) -> dict[str, str]:
+    """Maps the files that an export may take to their SHA-256; leaves out those that cannot be read."""
+    found: dict[str, str] = {}
+    for name in os.listdir(model_dir):
+        if is_small(name, 0):
+            with suppress(OSError, *UNREADABLE):
+                data = read_regular(model_dir / name, Limit(num_bytes=TOKENIZER.num_bytes), follow=True)
+                found[name] = hashlib.sha256(data).hexdigest()
+    return found
+
+
+def put_template(model_dir: Path, template: str) -> None:
+    """Gives the tokenizer in `model_dir`, a copy of ours, the chat template `template` in the place of its own."""
+    (model_dir / CHAT_TEMPLATE).write_bytes(template.encode())
+    (model_dir / "chat_template.json").unlink(missing_ok=True)
+    path = model_dir / "tokenizer_config.json"
+    if path.is_file():
+        said = msgspec.json.decode(path.read_bytes(), type=dict[str, msgspec.Raw])
+        # Programs that know no chat_template.jinja would render by the one in here.
+        if said.pop("chat_template", None) is not None:
+            path.write_bytes(msgspec.json.format(msgspec.json.encode(said), indent=2) + b"\n")
 
 
 def _read(directory: Path, root: int, name: str) -> bytes:

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from verl_slurm.base.bounded import read_end_tokens
-from verl_slurm.base.errors import UNREADABLE, DataError
+from verl_slurm.base.errors import DataError
 from verl_slurm.base.one_line import counted
 from verl_slurm.config.schema import DataConfig
 from verl_slurm.dataset.prompts.chat_template import (
@@ -153,25 +152,6 @@ def load_tokenizer(model_path: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def end_tokens(model_path: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Returns the tokens that end a response: those of Hugging Face's `generate`, and the tokenizer's.
-
-    Raises:
-        DataError: the model directory names no token ids there.
-    """
-    try:
-        named = read_end_tokens(model_path)
-    except UNREADABLE as error:
-        raise DataError(
-            "the model's end tokens cannot be read",
-            where=model_path,
-            found=error,
-            remedy="fix eos_token_id in that file",
-        ) from None
-    # A chat model often ends its turn with another token than its tokenizer names.
-    return tuple(dict.fromkeys([int(tokenizer.eos_token_id), *named]))
-
-
 def begin_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Returns the token that the tokenizer itself puts before a text (BOS); None: it puts none."""
     ids: list[int] = tokenizer("x")["input_ids"]
@@ -255,6 +235,9 @@ class PromptData:
         vocabulary: number of the model's tokens; None: not known.
         clock: of chat templates; None: now.
 
+    Attributes:
+        template: the chat template that rendered prompts; None: all of them were text.
+
     Raises:
         DatasetDrift: a file is not the recorded one.
         DataError: no file, no row, a broken row, or a prompt longer than `max_prompt_tokens`.
@@ -294,6 +277,9 @@ class PromptData:
 
         train, rest = read_sides(root, config, recorded=recorded, render=text_of)
         rows = train if held_out is None else first_by_digest(rest, held_out)
+        self.template = (
+            None if not rendered else tokenizer.get_chat_template() if template is None else template
+        )
         self._prompts = [prompt for prompt, _ in rows]
         self._answers = [answer for _, answer in rows]
         self._seed, self._shuffle = seed, config.shuffle and held_out is None

@@ -15,7 +15,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.decide.best import metrics_of
 from verl_slurm.checkpoint.decide.storage import need_of_next
 from verl_slurm.checkpoint.format.components import Components
-from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION
+from verl_slurm.checkpoint.format.specification import CHAT_TEMPLATE, SCHEMA_VERSION
 from verl_slurm.checkpoint.format.state_schema import SchemaVersion, render_schema
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.pruning import Removing, prune_as_configured
@@ -51,6 +51,7 @@ class Checkpointer:
     Args:
         resumed_from: name of the checkpoint of this run that was verified and loaded; empty: none.
         keys: what keeps older ones from being removed must be signed with one of them.
+        template: the chat template that rendered prompts (`PromptData.template`).
     """
 
     def __init__(
@@ -66,8 +67,9 @@ class Checkpointer:
         attempt: int,
         resumed_from: str,
         keys: Keyring | None = None,
+        template: str | None = None,
     ) -> None:
-        self._keys = keys
+        self._keys, self._template = keys, template
         self._config, self._paths, self._shape, self._rank = config, paths, shape, rank
         self._saver, self._ledger, self._schema, self._attempt = saver, ledger, schema, attempt
         # Now, while shared storage is there: a save to the nodes' own disks must not need it.
@@ -191,6 +193,12 @@ class Checkpointer:
             "config.yaml": dump(self._config),
             "orchestration.json": self._orchestration,
             SCHEMA_VERSION: render_schema(self._schema),
+            # The text itself: the file or the model that it came from may change or go while the run is kept.
+            **(
+                {}
+                if self._template is None
+                else {CHAT_TEMPLATE: self._template.encode("utf-8", "surrogatepass")}
+            ),
         }
 
 

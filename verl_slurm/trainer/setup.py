@@ -33,6 +33,7 @@ from verl_slurm.dataset.fingerprint.data_record import (
 from verl_slurm.dataset.prompts.chat_template import read_template
 from verl_slurm.dataset.prompts.choice import SUFFIXES
 from verl_slurm.dataset.prompts.directory import Content
+from verl_slurm.export.causal_lm import end_tokens
 from verl_slurm.journal.files import read_history
 from verl_slurm.loops.session import Session
 from verl_slurm.program.programs import Moves
@@ -41,7 +42,7 @@ from verl_slurm.runtime_state.ledger import Ledger
 from verl_slurm.save.ranks import rng
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.save.ranks.saver import CheckpointSaver, LocalPlace, Provenance
-from verl_slurm.trainer.data import PromptData, end_tokens, load_tokenizer
+from verl_slurm.trainer.data import PromptData, load_tokenizer
 from verl_slurm.trainer.evaluation import Evaluator
 from verl_slurm.trainer.learner import Learner, Optimizers
 from verl_slurm.trainer.loop import Loop
@@ -421,6 +422,7 @@ def _assemble(
             attempt=attempt,
             resumed_from=start.resumed_from,
             keys=keys,
+            template=data.template,
         ),
         pace=SavePace(
             config,

@@ -14,6 +14,7 @@ RUN/checkpoints/                      0700
     actor/ critic/ optimizer/         tensors: `index.json` and one `rank_NNNN.bin` a rank (tensor_index.py);
                                       no critic/ where the manifest's `trained` does not name it (GRPO)
     scheduler.json                    learning-rate schedulers
+    chat_template.jinja               what rendered the prompts; not there if all of them were text
     runtime_state.rank_0000.msgpack.zst   one a rank: `runtime_state/format.py`
   .step_000012.<nonce>.tmp/           being written, or being removed; never read
   latest                              the name of the newest commit; a hint, never the truth
@@ -105,6 +106,7 @@ FORMAT_VERSION = 4
 CHUNK_BYTES = 4 << 20
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = "schema_version.json"
+CHAT_TEMPLATE = "chat_template.jinja"
 
 REQUIRED_FILES = ("config.yaml", "metadata.json", "orchestration.json", "scheduler.json", SCHEMA_VERSION)
 REQUIRED_DIRECTORIES = ("actor", "critic", "optimizer")

@@ -20,7 +20,7 @@ from verl_slurm.base.errors import CheckpointCorrupt
 from verl_slurm.base.keys import Keyring
 from verl_slurm.base.tree import open_directory
 from verl_slurm.checkpoint.format.encryption import CheckpointCipher
-from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, FileEntry
+from verl_slurm.checkpoint.format.specification import CHAT_TEMPLATE, SCHEMA_VERSION, FileEntry
 from verl_slurm.checkpoint.format.tensor_index import (
     DTYPE_BYTES,
     INDEX,
@@ -39,6 +39,7 @@ _LIMITS = {
     "orchestration.json": bounded.DATA_FILES,
     "scheduler.json": bounded.SMALL,
     SCHEMA_VERSION: bounded.SMALL,
+    CHAT_TEMPLATE: bounded.TOKENIZER,  # it may come from tokenizer_config.json
     INDEX: bounded.INDEX,
 }
 _RUNTIME_STATE = Limit(num_bytes=MAX_CONTENT_BYTES)

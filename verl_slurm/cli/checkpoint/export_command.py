@@ -57,8 +57,8 @@ def export(
                  optimizer/optim_states.pt scheduler/sched_state.pt
 
     The checkpoint is verified first, every byte. Config and tokenizer come from the model the run was started
-    from. The .pt files hold plain tensors by name and load with weights_only=True; the optimizer's loads with
-    torch.optim.AdamW(model.parameters()).load_state_dict(file["actor"]).
+    from, the chat template from the checkpoint. The .pt files hold plain tensors by name and load with
+    weights_only=True; the optimizer's loads with torch.optim.AdamW(model.parameters()).load_state_dict(file["actor"]).
 
     A part that the checkpoint does not hold (components, include_optimizer) is left out of the .pt layouts.
     Memory: hf needs one shard (5 GB) at a time, the .pt layouts one file (the largest: the optimizer's).
@@ -102,6 +102,9 @@ def export(
                 f"{counted(done.num_files, 'file')}, {done.num_bytes / 1e6:.1f} MB, in {done.seconds:.1f} s",
             ),
             ("memory", f"{done.peak_bytes / 1e6:.1f} MB of tensors at once"),
+            ("weights", _weights(config.get("model.dtype"), dtype)),
+            ("prompts", done.prompts),
+            *([("model", f"{wish.model}: {done.model}")] if done.model else []),
         ]
     )
 
@@ -119,6 +122,11 @@ def _roles(to: Layout, asked: Role | None, there: set[str], where: Path) -> tupl
             remedy="export another checkpoint, or what this one holds with --role",
         )
     return wanted
+
+
+def _weights(trained: object, wanted: str) -> str:
+    same = wanted in ("keep", trained)
+    return f"{trained}, as in training" if same else f"{wanted}; {trained} in training"
 
 
 def _show(bar: render.Bar, progress: ExportProgress) -> None:

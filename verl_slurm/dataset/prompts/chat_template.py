@@ -43,6 +43,17 @@ def model_template(model: Path) -> str | None:
     return template if isinstance(template, str) and template else processor_template(model)
 
 
+def same_template(one: str | None, other: str | None) -> bool:
+    """Returns whether two chat templates render alike: read as text or as bytes, ends of lines are one to Jinja."""
+    if one is None or other is None:
+        return one is other
+    return _lines(one) == _lines(other)
+
+
+def _lines(template: str) -> str:
+    return template.replace("\r\n", "\n").replace("\r", "\n")
+
+
 def _in_configuration(model: Path) -> Any:
     try:
         # Without transformers, which a login node may lack. Raw values: the rest of the file is of no interest.

@@ -102,7 +102,7 @@ class HFRollout:
 
     Args:
         model_path: Hugging Face model directory; only its shape matters, `sync` brings the weights.
-        eos_ids: the tokens that end a response (`trainer.data.end_tokens`).
+        eos_ids: the tokens that end a response (`export.causal_lm.end_tokens`).
 
     Raises:
         ConfigError: a model that has a cache of its own.

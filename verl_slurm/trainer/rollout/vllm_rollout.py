@@ -63,7 +63,7 @@ class VLLMRollout:
 
     Args:
         model_path: Hugging Face model directory; only its shape matters, `sync` brings the weights.
-        eos_ids: the tokens that end a response (`trainer.data.end_tokens`).
+        eos_ids: the tokens that end a response (`export.causal_lm.end_tokens`).
 
     Raises:
         ConfigError: vLLM does not take this model or these settings.
