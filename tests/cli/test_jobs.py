@@ -109,6 +109,19 @@ def test_status_says_how_a_job_that_is_held_goes_on(
     assert f"PENDING, launch_failed_requeued_held; {words}; scontrol release 1" in said, said
 
 
+@pytest.mark.parametrize("command", ["status", "cancel", "logs"])
+def test_of_a_run_that_was_moved_away_the_job_that_lives_on_is_named(
+    command: str, cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_a_cluster_with("", tmp_path, monkeypatch)
+    run = tmp_path / "gone"
+    (tmp_path / "bin/squeue").write_text(f"#!/bin/sh\necho '7|{run}/logs/.submission_file_1.sh'\n")
+    said = cli(command, run)
+    assert said.code == ExitCode.NOT_FOUND
+    assert "job 7 of a run that was here" in said.err, said
+    assert "scancel 7" in said.err
+
+
 def test_status_says_why_attempts_could_not_begin_until_one_trains(
     cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
