@@ -61,6 +61,8 @@ class Glance(msgspec.Struct, kw_only=True):
     interruptions: int = 0
     interrupted_s: float = 0.0
     last_interruption: dict[str, Any] = {}
+    foreign: list[str] = []
+    """About lines of the journal that are another run's, among those that were read."""
     error: str = ""
     """Why nothing is known: another user's run is closed to us."""
 
@@ -157,6 +159,7 @@ def glance(root: Path, history: History | None = None) -> Glance:
         last=history.last,
         is_cancelled=history.is_cancelled,
         cause=history.cause,
+        foreign=[event.text for event in history.foreign],
         checkpoint=checkpoint,
         lost=lost,
     )
