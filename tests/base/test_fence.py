@@ -52,6 +52,7 @@ def test_of_many_who_start_at_once_no_two_get_the_same_attempt(tmp_path: Path) -
     context = multiprocessing.get_context("fork")
     for round_number in range(20):
         root = tmp_path / str(round_number)
+        root.mkdir()
         queue = context.Queue()
         racers = [context.Process(target=_take, args=(str(root), queue)) for _ in range(4)]
         for racer in racers:

@@ -71,13 +71,14 @@ class Followed(msgspec.Struct, kw_only=True):
         size = _size(paths.events)
         if size == self.offset:
             return []
+        lost = list[ev.Event]()
         if size is not None and size < self.offset:
             # What is in it now was told before, or is another run's.
             self.offset = size
             text = f"{paths.events} was cut or replaced while it was followed: what it lost counts no longer"
-            return [ev.Warned("journal", text, time=now())]
+            lost = [ev.Warned("journal", text, time=now())]
         events, self.offset = read_events_after(paths, self.offset, newest=newest)
-        return events
+        return lost + events
 
     def report(self, events: list[ev.Event], on_event: "OnEvent") -> None:
         """Hands on events that `take` has returned. An error of `on_event` is its own."""
