@@ -340,7 +340,7 @@ def _on_rank(model: Model, message: msg.FromRank) -> Decision:
             # A later request replaces the wish's on the ranks' page, and answers it.
             if model.wish is not None and message.request_id >= model.wish_save:
                 if not message.on_shared and model.state is State.RUNNING:
-                    return _wish_fails(model, "the nodes' disks alone took it", *notes)
+                    return _wish_fails(model, f"the nodes' disks alone took it: {message.problem}", *notes)
                 model = msgspec.structs.replace(model, wish_name=message.name)
             if not message.on_shared:
                 # The ranks have read it back on their nodes; the lead cannot read it from here.
