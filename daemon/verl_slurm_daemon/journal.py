@@ -19,7 +19,7 @@ from verl_slurm.base.files import write_file
 from verl_slurm.base.one_line import json_line
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import is_run
-from verl_slurm.journal.events import AttemptFenced, Event, kind_of
+from verl_slurm.journal.events import AttemptFenced, Event, Warned, kind_of
 from verl_slurm.journal.files import append_event, now, to_json
 from verl_slurm.journal.status import Status
 
@@ -38,6 +38,7 @@ class Journal:
     ) -> None:
         self.paths, self.attempt, self._job_id = paths, attempt, job_id
         self._heard = heard
+        self._size = 0
         # Storage that does not answer must hold up neither a signal nor the requeue. One thread keeps the order.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._last: Future[Any] | None = None
@@ -56,13 +57,28 @@ class Journal:
         def append() -> bool:
             if not isinstance(event, AttemptFenced) and self.attempt and self._is_closed():
                 return False
+            self._compare_size()
             append_event(self.paths, event)
+            self._size = self.paths.events.stat().st_size
             return True
 
         if self.store(append) is not False and self._heard is not None:
             self._heard(event)
         fields = {key: value for key, value in to_json(event).items() if key not in _NOT_SAID}
         self._say(kind_of(event), fields, loud=event.loud)
+
+    def _compare_size(self) -> None:
+        """Writes a warning first if the file is shorter than this attempt has left it."""
+        size = self.paths.events.stat().st_size if self.paths.events.exists() else 0
+        if size < self._size:
+            text = (
+                f"{self.paths.events} was cut or replaced while attempt {self.attempt} ran: it had {self._size} bytes, "
+                f"and now {size}. What is gone of starts, saves and costs no longer counts, unless the file is put "
+                "back from a backup while no job of the run lives"
+            )
+            lost = Warned("journal", text, attempt=self.attempt, job_id=self._job_id)
+            append_event(self.paths, lost)
+            self._say(kind_of(lost), {"topic": lost.topic, "text": text}, loud=True)
 
     def store(self, work: Callable[[], T]) -> T | None:
         """Does `work` on the run's storage; returns None if that fails, which is printed, or is still to be done."""

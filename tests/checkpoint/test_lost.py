@@ -158,6 +158,8 @@ def test_a_directory_that_may_not_be_mounted_is_told_apart(run: RunPaths) -> Non
     assert isinstance(lost_error(run, "x"), CheckpointsAbsent)
     private_dir(run.checkpoints)
     assert isinstance(lost_error(run, "x"), CheckpointsAbsent)
+    run.latest.write_text("step_000003\n")  # the hint alone: what it names may be hidden
+    assert isinstance(lost_error(run, "x"), CheckpointsAbsent)
     set_aside(run)
     assert not isinstance(lost_error(run, "x"), CheckpointsAbsent)
 
@@ -180,6 +182,16 @@ def test_a_lost_run_id_is_refused_with_the_one_that_the_ledger_names(run: RunPat
     else:
         with pytest.raises(TierError, match="not a run's id"):
             require_run_id(run)
+
+
+def test_a_lost_run_id_is_refused_with_the_one_that_the_journal_names(run: RunPaths) -> None:
+    shutil.rmtree(run.ledger)
+    number = run_id(run)
+    append_event(run, "submitted", job_id="1")
+    require_run_id(run)
+    run.run_id.unlink()
+    with pytest.raises(TierError, match=f"its journal bears it.*echo {number} > {run.run_id}"):
+        require_run_id(run)
 
 
 def test_a_lost_run_id_is_refused_where_tiers_hold_copies(run: RunPaths) -> None:

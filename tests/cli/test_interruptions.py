@@ -88,10 +88,21 @@ def test_a_verified_save_that_is_gone_before_its_resume_is_not_counted_on(cli: C
     assert "without a save to go on from" in cli("status", paths.root).out
 
 
-def test_status_repeats_what_the_last_starts_found_lost(cli: Cli, tmp_path: Path) -> None:
-    paths = make_run(tmp_path / "run", "done")
-    append_event(paths, "warning", attempt=1, topic="rollouts", text="at least 8 finished responses")
-    assert "WARNING, at least 8 finished responses" in cli("status", paths.root).out
+def test_status_repeats_what_the_last_starts_found_lost_until_the_run_is_done_or_past_it(
+    cli: Cli, tmp_path: Path
+) -> None:
+    paths = make_run(tmp_path / "run", "failed")
+    append_event(paths, "warning", topic="rollouts", text="at least 8 finished responses")
+    for step in (3, 900):
+        append_event(paths, "warning", topic="checkpoint", text=f"step_{step:06d} was verified and is gone")
+    shown = cli("status", paths.root).out
+    assert "WARNING, at least 8 finished responses" in shown
+    assert "WARNING, step_000900" in shown
+    assert "step_000003" not in shown
+    append_event(paths, "ended", exit_code=0)
+    shown = cli("status", paths.root).out
+    assert "done" in shown
+    assert "WARNING" not in shown
 
 
 def test_a_loop_without_a_ledger_is_told_of_none() -> None:

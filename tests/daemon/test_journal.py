@@ -7,10 +7,12 @@ from pathlib import Path
 import msgspec
 import pytest
 from verl_slurm_daemon.journal import Journal
+from verl_slurm_daemon.lead.attempt_start import journal_faults
 
-from tests.journals import Line, make_event, make_events, read_events
+from tests.journals import Line, append_event, make_event, make_events, read_events
 from verl_slurm.base.fence import take_attempt
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.journal import files
 from verl_slurm.journal.history import History
 from verl_slurm.journal.status import Status
 
@@ -164,3 +166,29 @@ def test_a_run_without_its_run_yaml_and_its_attempts_is_not_away(
     journal.write(make_event("crash"))
     assert "RUN is away" in capsys.readouterr().out
     assert not paths.events.exists()
+
+
+def test_a_journal_that_is_cut_while_its_attempt_runs_says_so_before_the_next_event(paths: RunPaths) -> None:
+    journal = Journal(paths, attempt=0, job_id="1")
+    journal.write(make_event("started"))
+    journal.write(make_event("restart"))
+    first, _, _ = paths.events.read_text().partition("\n")
+    paths.events.write_text(first + "\n")
+    journal.write(make_event("training"))
+    journal.write(make_event("first_rollout"))
+    kinds = [one["event"] for one in read_events(paths)]
+    assert kinds == ["started", "warning", "training", "first_rollout"]
+    assert "was cut or replaced while attempt 0 ran" in read_events(paths)[1]["text"]
+
+
+def test_a_start_says_once_what_its_journal_lacks(paths: RunPaths) -> None:
+    paths.run_id.write_text("2" * 16)
+    append_event(paths, "ended", exit_code=0, attempt=1)
+    paths.run_id.write_text("1" * 16)
+    append_event(paths, "started", attempt=3)
+    foreign, lacking = faults = journal_faults(paths, files.read_events(paths), 4)
+    assert f"1 line of run {'2' * 16}, not of this run ({'1' * 16})" in foreign.text
+    assert "says nothing of 2 attempts (1, 2)" in lacking.text
+    for fault in faults:
+        files.append_event(paths, fault)
+    assert journal_faults(paths, files.read_events(paths), 4) == []

@@ -1,5 +1,7 @@
 """The table of causes, row by row, as the pure function sees it."""
 
+from pathlib import Path
+
 import msgspec
 import pytest
 from verl_slurm_daemon.decide import actions as act, inputs
@@ -9,6 +11,8 @@ from verl_slurm_daemon.decide.policy import decide
 from tests.journals import make_event
 from verl_slurm.base.errors import NOT_SET_UP
 from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.fence import require_attempt, take_attempt
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.journal.causes import CauseKind
 from verl_slurm.journal.events import Crash, Held, kind_of
 from verl_slurm.wire import messages as msg
@@ -208,6 +212,22 @@ def test_a_wished_requeue_whose_save_fails_leaves_the_ranks_at_work_and_says_so(
         assert "not requeued: the save before it failed" in note.event.text  # type: ignore[attr-defined]
         assert (story.model.state, story.model.intent) == (State.RUNNING, None)
         assert story.then(cause("operator_requeue", None))[-1] == act.SaveRequest(request_id=2, stop=False)
+
+
+def test_a_wished_requeue_goes_on_without_a_save_where_none_can_succeed_in_this_attempt(
+    tmp_path: Path,
+) -> None:
+    paths = RunPaths(tmp_path)
+    paths.run_yaml.touch()
+    take_attempt(paths, job_id="1", restart=0)
+    with pytest.raises(FileNotFoundError, match="verl-slurm requeue") as refused:
+        require_attempt(paths, 2)  # RUN is a former copy of itself
+    story = training()
+    story.then(cause("operator_requeue", None))
+    told = story.then(inputs.RankSaid(msg.RankSaveFailed(rank=0, request_id=1, reason=str(refused.value))))
+    assert any(isinstance(one, act.AskRequeue) for one in told)
+    assert (story.model.state, story.model.intent) == (State.LEAVING, Intent.REQUEUE)
+    assert any(isinstance(one, act.Note) and "without a save" in str(one.event) for one in told)
 
 
 def test_a_rank_that_hangs_in_the_save_of_a_wished_requeue_does_not_hold_the_job_to_its_limit() -> None:

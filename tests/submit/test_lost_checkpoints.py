@@ -67,6 +67,15 @@ def test_a_run_that_lost_its_id_is_not_submitted(run: RunPaths) -> None:
         plan(run)
 
 
+def test_a_journal_of_another_run_is_named_and_the_run_goes_on_from_its_checkpoint(run: RunPaths) -> None:
+    lines, own = run.events.read_text(), run.run_id.read_text().strip()
+    assert lines.count(own) == 3
+    run.events.write_text(lines.replace(own, "0" * 16))
+    found = plan(run)
+    assert (found.resumes_from, found.begins_again) == ("step_000002", "")
+    assert any(f"3 lines of run {'0' * 16}, not of this run ({own})" in note for note in found.notes)
+
+
 def damage(paths: RunPaths, step: int) -> None:
     next(paths.checkpoint(step).glob("actor/*")).write_bytes(b"?")
 

@@ -118,6 +118,7 @@ def test_the_copies_of_models_that_do_not_train_count_until_they_lie_there(
     assert frozen_to_come(both, paths) == (800, 4)
     assert frozen_to_come(config(f"model.path={reference}", "checkpoint.store_frozen=false"), paths) == (0, 0)
     assert frozen_to_come(config("model.path=builtin:tiny"), paths) == (0, 0)
+    paths.root.mkdir()
     store_frozen(paths, reference, fingerprint(reference))
     assert frozen_to_come(one, paths) == (0, 0)
     assert frozen_to_come(both, paths) == (500, 2)

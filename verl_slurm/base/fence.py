@@ -22,7 +22,7 @@ from typing import Annotated
 import msgspec
 
 from verl_slurm.base.bounded import SMALL, decode_json, read_regular
-from verl_slurm.base.errors import UNREADABLE, CheckpointCorrupt, Fenced
+from verl_slurm.base.errors import RECORD_LOST, UNREADABLE, CheckpointCorrupt, Fenced
 from verl_slurm.base.files import create_file, private_dir, write_file
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
@@ -86,6 +86,14 @@ def require_attempt(paths: RunPaths, attempt: int) -> None:
         )
     if owner is None or owner.attempt < attempt:
         what = f"the record of attempt {attempt} is away; is RUN's file system mounted, or was RUN moved?"
+        if paths.run_yaml.exists():
+            # A claim is never made twice: only another attempt can own this RUN.
+            now = "none" if owner is None else f"attempt {owner.attempt}"
+            what = (
+                f"the record of attempt {attempt} {RECORD_LOST} has {now}, as a former copy of itself would: this "
+                f"attempt cannot save any more; verl-slurm requeue {shell_word(paths.root)} starts one that can, "
+                "from the newest checkpoint there"
+            )
         # Nobody else owns the run for that: its file system may not be mounted.
         raise FileNotFoundError(errno.ENOENT, what, str(paths.control))
 

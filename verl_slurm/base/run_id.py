@@ -1,7 +1,8 @@
-"""`RUN/run_id`: 16 hex digits that tell a run from others of its name, in shared tiers, alerts and the ledger."""
+"""`RUN/run_id`: 16 hex digits that tell a run from others of its name, in shared tiers, alerts, ledger and journal."""
 
 import re
 import secrets
+from contextlib import suppress
 
 from verl_slurm.base.bounded import SMALL, TooMuch, read_regular
 from verl_slurm.base.errors import TierError
@@ -44,3 +45,11 @@ def run_id(paths: RunPaths) -> str:
             f"remove the file, and `verl-slurm submit {shell_word(paths.run)}` says whether the ledger has it",
         )
     return text
+
+
+def known_run_id(paths: RunPaths) -> str:
+    """Returns this run's id, and makes none; empty: it has none, or it cannot be read."""
+    with suppress(OSError, TierError):
+        if paths.run_id.exists():
+            return run_id(paths)
+    return ""

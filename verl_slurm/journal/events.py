@@ -1,7 +1,7 @@
 """Every event of `RUN/events.jsonl`: one struct per kind. This module is the specification of the journal.
 
 A line of the file is one JSON object. `event` names the kind: the class in snake_case (`OneCopy` is `one_copy`), unless
-the class says otherwise. Each kind may have `time`, `attempt` and `job_id` beside its own fields; a field at its
+the class says otherwise. Each kind may have `time`, `run`, `attempt` and `job_id` beside its own fields; a field at its
 default is left out. Durations are in seconds, sizes in bytes, steps count from 0.
 
 The journal informs people and decides what to do at a start: whether a run is stuck, which nodes it avoids, which job
@@ -35,6 +35,8 @@ class Event(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="event",
 
     time: str = ""
     """When it was written: UTC, ISO 8601, milliseconds. The host's clock."""
+    run: str = ""
+    """The run's id (`RUN/run_id`): a line of another run is not used. Empty: the id was not known."""
     attempt: Int | None = None
     """The attempt (one start of the Slurm job) that wrote it; None: a person's command did."""
     job_id: str | None = None
@@ -283,6 +285,13 @@ class Warned(Notice, tag="warning"):
     """Something that a person should know."""
 
     loud: ClassVar[bool] = True
+
+
+class Foreign(Warned):
+    """Stands for `lines` of the journal, one after another, that are of another `run`. Told by readers; never in the
+    file. No fold counts what those lines say."""
+
+    lines: Int = 1
 
 
 # ---- why a job ends
@@ -569,7 +578,7 @@ class Other(Event):
 
     kind: str
     fields: dict[str, Any] = {}
-    """All of the line but `event`, `time`, `attempt` and `job_id`."""
+    """All of the line but `event`, `time`, `run`, `attempt` and `job_id`."""
 
 
 KINDS: dict[str, type[Event]] = {

@@ -1,7 +1,7 @@
 """Reads and appends `RUN/events.jsonl`. `events.py` specifies what is in it.
 
 The daemon appends, and the command line for what people ask for. One line is one write with O_APPEND, so the two never
-mix on a local disk.
+mix on a local disk. Each line has the run's id. Readers get one `Foreign` in place of lines with another id.
 """
 
 import os
@@ -14,9 +14,10 @@ import msgspec
 from verl_slurm.base.bounded import JOURNAL, RECORD, TooMuch, check_json, named, open_regular
 from verl_slurm.base.errors import UNREADABLE
 from verl_slurm.base.files import append_line
-from verl_slurm.base.one_line import json_line
+from verl_slurm.base.one_line import counted, json_line
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.journal.events import KINDS, Event, Other, kind_of
+from verl_slurm.base.run_id import known_run_id
+from verl_slurm.journal.events import KINDS, Event, Foreign, Other, kind_of
 from verl_slurm.journal.history import History
 
 E = TypeVar("E", bound=Event)
@@ -26,7 +27,7 @@ _MOST_LINES = 300_000
 """Of a journal, from its end: twice the events that 32 MiB hold."""
 _NEWS_BYTES, _NEWS_LINES = 4 << 20, 30_000
 """Of what a follower has not seen yet, from its end."""
-_OF_ANY = frozenset({"event", "time", "attempt", "job_id"})
+_OF_ANY = frozenset({"event", "time", "run", "attempt", "job_id"})
 
 
 def now() -> str:
@@ -35,8 +36,11 @@ def now() -> str:
 
 
 def append_event(paths: RunPaths, event: E) -> E:
-    """Writes `event` down, durably, with the present time where it has none; returns it so. Raises OSError."""
-    stamped = event if event.time else msgspec.structs.replace(event, time=now())
+    """Writes `event` down, durably, with the run's id, and the present time where it has none; returns it so.
+
+    Raises OSError.
+    """
+    stamped = msgspec.structs.replace(event, time=event.time or now(), run=known_run_id(paths))
     append_line(paths.events, json_line(to_json(stamped)))
     return stamped
 
@@ -50,7 +54,7 @@ def to_json(event: Event) -> dict[str, Any]:
 
 
 def _of_any(event: Event) -> dict[str, Any]:
-    found = {"time": event.time, "attempt": event.attempt, "job_id": event.job_id}
+    found = {"time": event.time, "run": event.run, "attempt": event.attempt, "job_id": event.job_id}
     return {key: value for key, value in found.items() if value not in ("", None)}
 
 
@@ -72,11 +76,12 @@ def parse_event(line: bytes) -> Event | None:
     kind = fields.get("event")
     if not isinstance(kind, str):
         return None
-    time, attempt, job_id = fields.get("time"), fields.get("attempt"), fields.get("job_id")
+    time, run, attempt, job_id = (fields.get(name) for name in ("time", "run", "attempt", "job_id"))
     return Other(
         kind,
         {key: value for key, value in fields.items() if key not in _OF_ANY},
         time=time if isinstance(time, str) else "",
+        run=run if isinstance(run, str) else "",
         # `type(..) is`, because isinstance takes True for an int.
         attempt=attempt if type(attempt) is int else None,
         job_id=job_id if isinstance(job_id, str) else None,
@@ -119,7 +124,7 @@ def read_last_events(
     if begin and len(data) == JOURNAL.num_bytes and b"\n" not in data:
         with named(paths.events):
             raise TooMuch("no line ends in its last 32 MiB")
-    events, all_read = _newest(data, len(data), _MOST_LINES, whole=begin == 0, damaged=damaged)
+    events, all_read = _newest(paths, data, len(data), _MOST_LINES, whole=begin == 0, damaged=damaged)
     return events, not all_read or begin == 0 or num_bytes == JOURNAL.num_bytes
 
 
@@ -144,26 +149,46 @@ def read_events_after(paths: RunPaths, offset: int, *, newest: bool = True) -> t
     if end < 0:
         # No event is as long as all that is read.
         return [], begin + len(data) if len(data) == num_bytes else offset
-    return _newest(data, end, _NEWS_LINES, whole=begin == offset)[0], begin + end + 1
+    return _newest(paths, data, end, _NEWS_LINES, whole=begin == offset)[0], begin + end + 1
 
 
 def _newest(
-    data: bytes, end: int, most_lines: int, *, whole: bool, damaged: list[bytes] | None = None
+    paths: RunPaths,
+    data: bytes,
+    end: int,
+    most_lines: int,
+    *,
+    whole: bool,
+    damaged: list[bytes] | None = None,
 ) -> tuple[list[Event], bool]:
     """The events of the lines before `end`, oldest first, and whether no line was left out."""
     found: list[Event] = []
-    left = JOURNAL.num_values
+    left, own = JOURNAL.num_values, known_run_id(paths)
     for number, line in enumerate(_lines_backwards(data, end, whole=whole)):
         left -= line.count(b",") + line.count(b"[") + line.count(b"{")
         # Of lines that would take too much memory or time, the older ones are left out.
         if left < 0 or number == most_lines:
             return found[::-1], False
         if line and (event := parse_event(line)) is not None:
-            found.append(event)
+            if not own or event.run in ("", own):
+                found.append(event)
+            elif found and isinstance(last := found[-1], Foreign) and last.run == event.run:
+                found[-1] = _foreign(paths, event.run, own, last.lines + 1)
+            else:
+                found.append(_foreign(paths, event.run, own, 1))
         # A power cut or a full disk can leave half a line, which must not keep a run from going on.
         elif damaged is not None and line.strip():
             damaged.append(line)
     return found[::-1], True
+
+
+def _foreign(paths: RunPaths, run: str, own: str, lines: int) -> Foreign:
+    text = (
+        f"{paths.events} has {counted(lines, 'line')} of run {run[:40]}, not of this run ({own}): nothing in them "
+        "counts, and what this run had in their place is lost, unless its own file is put back from a backup while "
+        "no job of it lives"
+    )
+    return Foreign("journal", text, run=run, lines=lines)
 
 
 def _lines_backwards(data: bytes, end: int, *, whole: bool) -> Iterator[bytes]:

@@ -221,6 +221,8 @@ class History:
         # Events by kind.
         self.counts: Counter[str] = Counter()
         self.last: ev.Event | None = None
+        # Lines of other runs, which count for nothing.
+        self.foreign: list[ev.Foreign] = []
         self.first_at: float | None = None
         self.last_at: float | None = None
         self._begin_jobs(cluster, host)
@@ -319,6 +321,9 @@ class History:
 
     def feed(self, event: ev.Event) -> None:
         """Add one event. One of an unknown kind, or with a field that does not fit, tells of its job alone."""
+        if isinstance(event, ev.Foreign):
+            self.foreign.append(event)
+            return
         self.last, now = event, event.at
         self._feed_jobs(event)
         if isinstance(event, ev.Other):

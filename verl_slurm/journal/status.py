@@ -8,6 +8,7 @@ import msgspec
 from verl_slurm.base.bounded import SMALL, decode_json, read_regular
 from verl_slurm.base.errors import UNREADABLE
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.run_id import known_run_id
 
 
 class Status(msgspec.Struct, kw_only=True):
@@ -15,6 +16,8 @@ class Status(msgspec.Struct, kw_only=True):
 
     state: str = "starting"
     """`verl_slurm_daemon.decide.lead_model.State`."""
+    run: str = ""
+    """The run's id (`RUN/run_id`). A snapshot with another one is not believed."""
     job_id: str = ""
     attempt: int = 0
     restart: int = 0
@@ -56,9 +59,11 @@ _TYPES: dict[str, type | UnionType] = {
 }
 
 
-def read_status(paths: RunPaths) -> dict[str, Any]:
+def read_status(paths: RunPaths, unread: list[str] | None = None) -> dict[str, Any]:
     """The snapshot's fields that are of their type, or none where no daemon ever ran. It is replaced
     atomically, so it is always whole. What a daemon of another version did not write is left out.
+
+    `unread` gets a sentence if the snapshot is another run's, which counts as none.
 
     Raises TooMuch: something else than a file of some KB has its name.
     """
@@ -69,6 +74,11 @@ def read_status(paths: RunPaths) -> dict[str, Any]:
     try:
         status = decode_json(data, dict[str, Any], SMALL, doubles=False)
     except UNREADABLE:
+        return {}
+    named = status.get("run", "")
+    if named and (own := known_run_id(paths)) and named != own:
+        if unread is not None:
+            unread.append(f"status.json is of another run ({str(named)[:40]}), and was passed over")
         return {}
     # Each value is held to its type: `list` shows thousands of runs, and one damaged file must not end it.
     return {key: value for key, value in status.items() if isinstance(value, _TYPES.get(key, object))}

@@ -1,10 +1,10 @@
 """`RUN/steps.jsonl`: the numbers of every step, append-only, one JSON object a line. The events of whole steps.
 
 They are apart from `events.jsonl`, so that the journal of what happened to a run stays short, and reading it cheap.
-Rank 0 of the trainer writes a line behind each step: `time` (UTC, ISO 8601), `attempt` and
-the row: the metrics of the training (the same however often a run is interrupted), those of an evaluation
-(`eval/...`), and times and memory, which are not numbers of the training (`..._s`, `..._per_second`,
-`communication_share`, `memory_bytes`).
+Rank 0 of the trainer writes a line behind each step: `time` (UTC, ISO 8601), `run` (the id of `RUN/run_id`; a line with
+another one is passed over), `attempt` and the row: the metrics of the training (the same however often a run is
+interrupted), those of an evaluation (`eval/...`), and times and memory, which are not numbers of the training
+(`..._s`, `..._per_second`, `communication_share`, `memory_bytes`).
 
 A step that is done again after an interruption has a line of each attempt; the newest counts. It informs, and nothing
 depends on it: it is not forced to disk, and a line that cannot be written is lost. Metrics of a checkpoint's steps are
@@ -21,7 +21,9 @@ import msgspec
 from verl_slurm.base.bounded import TooMuch, open_regular
 from verl_slurm.base.errors import UNREADABLE
 from verl_slurm.base.files import append_line
+from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.run_id import known_run_id
 
 StepRow = dict[str, Any]
 
@@ -42,14 +44,19 @@ def append_step(paths: RunPaths, attempt: int, row: dict[str, float]) -> None:
     """Writes one step down. Raises OSError: it was not written whole."""
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     # Not durable: nothing depends on it, and the training would wait for the disk at each step.
-    append_line(paths.steps, msgspec.json.encode({"time": now, "attempt": attempt, **row}), durable=False)
+    of_run = {"time": now, "run": known_run_id(paths), "attempt": attempt}
+    append_line(paths.steps, msgspec.json.encode(of_run | row), durable=False)
 
 
-def last_steps(paths: RunPaths, count: int) -> list[StepRow]:
-    """The newest row of each of the last `count` steps, oldest first; no file, no rows. Raises TooMuch."""
+def last_steps(paths: RunPaths, count: int, unread: list[str] | None = None) -> list[StepRow]:
+    """The newest row of each of the last `count` steps, oldest first; no file, no rows. Raises TooMuch.
+
+    `unread` gets a sentence if rows of another run were met.
+    """
     rows: list[StepRow] = []
+    others = _Others(paths)
     for line in _from_the_end(paths):
-        row = _parse(line)
+        row = others.without(_parse(line))
         # From the newest on, steps fall: a line with a greater step is one that was thrown back, an equal one was done
         # again.
         if row is None or (rows and row["step"] >= rows[-1]["step"]):
@@ -57,6 +64,7 @@ def last_steps(paths: RunPaths, count: int) -> list[StepRow]:
         rows.append(row)
         if len(rows) == count:
             break
+    others.tell(unread)
     return rows[::-1]
 
 
@@ -68,14 +76,35 @@ def every_row(
 
     Args:
         damaged: gets the number of each line that is no row, from 1 at the first that is read; at most 1,000.
-        unread: gets a sentence if the file is read in part.
+        unread: gets a sentence if the file is read in part, and one if rows are another run's.
     """
+    others = _Others(paths)
     for number, line in enumerate(_lines(paths, unread if unread is not None else []), 1):
         row = _parse(line.rstrip(b"\n"))
-        if row is not None:
-            yield row
-        elif damaged is not None and len(damaged) < _MOST_DAMAGED:
+        if row is None and damaged is not None and len(damaged) < _MOST_DAMAGED:
             damaged.append(number)
+        elif (own := others.without(row)) is not None:
+            yield own
+    others.tell(unread)
+
+
+class _Others:
+    """Leaves out the rows of other runs, and counts them."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._own, self._seen, self._named = known_run_id(paths), 0, ""
+
+    def without(self, row: StepRow | None) -> StepRow | None:
+        if row is None or not self._own or row.get("run") in (None, "", self._own):
+            return row
+        self._seen, self._named = self._seen + 1, str(row["run"])[:40]
+        return None
+
+    def tell(self, unread: list[str] | None) -> None:
+        if self._seen and unread is not None:
+            unread.append(
+                f"steps.jsonl has {counted(self._seen, 'row')} of another run ({self._named}), which were passed over"
+            )
 
 
 def _lines(paths: RunPaths, unread: list[str]) -> Iterator[bytes]:

@@ -95,7 +95,7 @@ class _Reader:
         paths, config = self.paths, self.config
         nothing: dict[str, Any] = {}
         silent: list[Event] = []
-        status = self._try("status.json", lambda: read_status(paths), nothing)
+        status = self._try("status.json", lambda: read_status(paths, self._missing), nothing)
         if not status:
             self._missing.append("status.json is not there, or cannot be read: no position of the ranks")
         events = self._try("events.jsonl", self._events, silent)

@@ -27,7 +27,7 @@ from verl_slurm.base.mounts import is_remote
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import is_run
 from verl_slurm.journal import events as ev
-from verl_slurm.journal.files import read_events_after
+from verl_slurm.journal.files import now, read_events_after
 from verl_slurm.journal.status import read_status
 from verl_slurm.runs.glance import Glance, ask_for, find_runs, glance, is_over, state_of, unreadable
 from verl_slurm.runs.liveness import job_state, settle
@@ -69,10 +69,17 @@ class Followed(msgspec.Struct, kw_only=True):
             OSError, TooMuch: it cannot be read.
         """
         paths = RunPaths(self.root)
-        if _size(paths.events) == self.offset:
+        size = _size(paths.events)
+        if size == self.offset:
             return []
+        lost = list[ev.Event]()
+        if size is not None and size < self.offset:
+            # What is in it now was told before, or is another run's.
+            self.offset = size
+            text = f"{paths.events} was cut or replaced while it was followed: what it lost counts no longer"
+            lost = [ev.Warned("journal", text, time=now())]
         events, self.offset = read_events_after(paths, self.offset, newest=newest)
-        return events
+        return lost + events
 
     def report(self, events: list[ev.Event], on_event: "OnEvent") -> None:
         """Hands on events that `take` has returned. An error of `on_event` is its own."""

@@ -62,6 +62,8 @@ class Glance(msgspec.Struct, kw_only=True):
     interruptions: int = 0
     interrupted_s: float = 0.0
     last_interruption: dict[str, Any] = {}
+    foreign: list[str] = []
+    """About lines of the journal that are another run's, among those that were read."""
     error: str = ""
     """Why nothing is known, as of another user's run that is closed to us; or that run.yaml is gone."""
 
@@ -161,6 +163,7 @@ def glance(root: Path, history: History | None = None) -> Glance:
         last=history.last,
         is_cancelled=history.is_cancelled,
         cause=history.cause,
+        foreign=[event.text for event in history.foreign],
         checkpoint=checkpoint,
         lost=lost,
     )

@@ -34,6 +34,7 @@ from verl_slurm.config.load import load_resolved
 from verl_slurm.config.schema import BUILTIN, RunConfig
 from verl_slurm.containers.image import pin_image
 from verl_slurm.containers.runtimes import agents_inside, mounts
+from verl_slurm.journal.files import read_history
 from verl_slurm.program.programs import Moves
 from verl_slurm.runs.liveness import refuse_living
 from verl_slurm.runs.run_record import ended_well, has_begun, steps_done
@@ -416,6 +417,7 @@ def _run(draft: Draft) -> list[Finding]:
     if begun and "train.steps" in changed and schedule in _BY_LENGTH:
         found.append(warn(f"train.steps changes the {schedule} schedule: learning rates differ from here on"))
     refuse_living(paths, ask_for_unknown=draft.ask_slurm)
+    found += [warn(event.text) for event in read_history(paths).foreign]
     if ended_well(paths):
         plan.done = why_done(config, committed)
         if config.trainer.is_guest:

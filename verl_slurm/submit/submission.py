@@ -11,6 +11,7 @@ import msgspec
 from verl_slurm.base.errors import ConfigError, DatasetDrift, Fenced, NotFound, together
 from verl_slurm.base.files import open_to_group, private_dir
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.run_id import run_id
 from verl_slurm.checkpoint.store.lost import data_digest
 from verl_slurm.checks import run_checks, told
 from verl_slurm.config.changes import require_in_place
@@ -146,6 +147,7 @@ def carry_out(
             held.enter_context(undoing.only_submitter(paths))
             _require_as_planned(plan, paths, ask_for_unknown=plan.cluster == "slurm" and not prepare_only)
             _write_run(undo, plan, config)
+            run_id(paths)  # before the first event, which bears it
             notices += _write_fingerprint(undo, plan, survey, drift)
             copied = keep_code(undo, paths, plan.code)
             # sbatch comes last, since all before it can be undone and a queued job cannot.

@@ -16,7 +16,7 @@ from typing import assert_never
 
 import msgspec
 
-from verl_slurm.base.errors import NOT_SET_UP, names_missing_file, names_storage_error
+from verl_slurm.base.errors import NOT_SET_UP, RECORD_LOST, names_missing_file, names_storage_error
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.journal import events as ev
 from verl_slurm.wire import messages as msg
@@ -249,6 +249,10 @@ def _wish(model: Model, event: inputs.CauseKnown) -> Decision:
 
 
 def _wish_fails(model: Model, reason: str, *notes: act.Note) -> Decision:
+    if model.wish is not None and RECORD_LOST in reason:
+        text = f"goes on without a save, since none can succeed in this attempt: {reason}"
+        after = msgspec.structs.replace(model, intent=Intent.REQUEUE, cause=model.wish.kind, wish=None)
+        return _leave(after, *notes, act.Note(ev.Warned("requeue", text)))
     text = (
         f"not requeued: the save before it failed, and nothing presses, so the ranks train on: {reason}. Once saves "
         "succeed, verl-slurm requeue asks again; with --now it gives up what is not saved"
@@ -336,7 +340,7 @@ def _on_rank(model: Model, message: msg.FromRank) -> Decision:
             # A later request replaces the wish's on the ranks' page, and answers it.
             if model.wish is not None and message.request_id >= model.wish_save:
                 if not message.on_shared and model.state is State.RUNNING:
-                    return _wish_fails(model, "the nodes' disks alone took it", *notes)
+                    return _wish_fails(model, f"the nodes' disks alone took it: {message.problem}", *notes)
                 model = msgspec.structs.replace(model, wish_name=message.name)
             if not message.on_shared:
                 # The ranks have read it back on their nodes; the lead cannot read it from here.

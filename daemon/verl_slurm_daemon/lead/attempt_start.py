@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from verl_slurm.base.bounded import TooMuch
+from verl_slurm.base.bounded import JOURNAL, TooMuch
 from verl_slurm.base.errors import ConfigError, PermissionRefused, SlurmMissing, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import private_dir, share_output
@@ -58,6 +58,7 @@ _LAST_WAIT_S = 15.0
 _LAST_LOOK_S = 3.0
 _SILENT = "storage did not answer, and a signal came"
 _FIRST_WORD_S = 60.0
+_MOST_ATTEMPTS = 100_000
 _NOT_KNOWN = 3
 """Assumed number of failed starts before this one, if the journal that counts them cannot be read."""
 _CODES = {
@@ -214,6 +215,22 @@ async def spoken(work: Awaitable[T], what: str, journal: Journal | None = None) 
         return await work
     finally:
         words.cancel()
+
+
+def journal_faults(paths: RunPaths, events: Sequence[ev.Event], attempt: int) -> list[Warned]:
+    """Returns what the journal lacks when `attempt` begins, and has not said yet. OSError: it cannot be read."""
+    texts = [event.text for event in events if isinstance(event, ev.Foreign)]
+    told = {event.attempt for event in events}
+    lacking = [number for number in range(1, min(attempt, _MOST_ATTEMPTS)) if number not in told]
+    # Of a longer file the oldest lines are not read.
+    if lacking and (not events or paths.events.stat().st_size <= JOURNAL.num_bytes):
+        named = ", ".join(map(str, lacking[:5]))
+        texts.append(
+            f"{paths.events} says nothing of {counted(len(lacking), 'attempt')} ({named}): what they saved, and what "
+            "interrupted them, is not counted, unless the file is put back from a backup while no job of the run lives"
+        )
+    said = {event.text for event in events if isinstance(event, Warned) and not isinstance(event, ev.Foreign)}
+    return [Warned("journal", text) for text in texts if text not in said]
 
 
 def require_mounted(config: RunConfig, history: History) -> None:

@@ -29,13 +29,14 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.fence import RunOwner, read_owner, take_attempt
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.run_id import known_run_id
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.checkpoint.store.lost import data_digest, newest_attempt
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.containers.image import check_image
 from verl_slurm.dataset.fingerprint.data_record import check_dataset
 from verl_slurm.journal import events as ev
-from verl_slurm.journal.files import read_history
+from verl_slurm.journal.files import read_events, read_history
 from verl_slurm.journal.history import History
 from verl_slurm.journal.status import Status, read_status
 from verl_slurm.slurm.slurm_environment import SlurmJob
@@ -179,7 +180,7 @@ class Lead:
         status.attempt, status.cluster, status.host = mine.attempt, mine.cluster, mine.host
         status.slurm = _slurm_cluster()
         # Before the first event is written: `_journaled` adds that one, and it must not count twice.
-        self._take_over()
+        faults = self._take_over(mine.attempt)
         journal.write(
             ev.Started(
                 "slurm" if mine.cluster == "slurm" else "local",
@@ -191,6 +192,8 @@ class Lead:
                 slurm=mine.slurm,
             )
         )
+        for fault in faults:
+            journal.write(fault)
         with suppress(OSError, ValueError):  # it makes the next requeue faster; the journal may hold anything
             if overruled := await self._allocation.learn(read_history(self._paths)):
                 journal.write(overruled)
@@ -220,14 +223,20 @@ class Lead:
         else:  # the run goes on without us; its end is not ours to announce
             journal.write(ev.AttemptFenced(int(code), reason))
 
-    def _take_over(self) -> None:
-        """Copies the facts of former attempts into the snapshot: the run's progress and its interruptions."""
+    def _take_over(self, attempt: int) -> list[ev.Warned]:
+        """Copies the facts of former attempts into the snapshot: the run's progress and its interruptions; returns
+        what the journal lacks of them.
+        """
         with suppress(OSError, TooMuch):  # it informs, nothing depends on it
             former = read_status(self._paths)
+            self._status.run = known_run_id(self._paths)
             self._status.step = max(former.get("step", 0), 0)
             # Up to the restart: by it is judged whether the ledger has all that was recorded.
             self._status.phase, self._status.index = former.get("phase", ""), former.get("index", 0)
-            self._history = read_history(self._paths)
+            events = read_events(self._paths)
+            self._history = History(events)
+            return attempt_start.journal_faults(self._paths, events, attempt)
+        return []
 
     def _journaled(self, event: ev.Event) -> None:
         if self._metrics is not None:

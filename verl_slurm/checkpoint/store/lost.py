@@ -61,7 +61,7 @@ def require_never_saved(paths: RunPaths, config: RunConfig, attempt: int) -> Non
 
 
 def require_run_id(paths: RunPaths) -> None:
-    """Refuses, with TierError, an id that is damaged, or lost while rollouts or copies in tiers bear it."""
+    """Refuses, with TierError, an id that is damaged, or lost while rollouts, journal or copies in tiers bear it."""
     found: object = "no such file"
     if paths.run_id.exists():
         try:
@@ -76,16 +76,18 @@ def require_run_id(paths: RunPaths) -> None:
     for _, _, item in walk(paths, run="", check_from_step=_NO_PAYLOAD):
         if isinstance(item, Gap) and item.run:
             named = item.run
+    bearer = "ledger holds rollouts that bear it" if named else "journal bears it"
+    named = named or next((event.run for event in reversed(read_events(paths)) if event.run), "")
     copies = in_tiers(paths)
     # Under a new id these would count as another run's.
     if named:
         raise TierError(
-            "the run's id is lost, and its ledger holds rollouts that bear it",
+            f"the run's id is lost, and its {bearer}",
             where=paths.run_id,
             found=found,
             expected=f"{named}, as the newest of them",
-            remedy=f"echo {named} > {shell_word(paths.run_id)}; or move {paths.ledger} out of the run, and these "
-            "rollouts are sampled again",
+            remedy=f"echo {named} > {shell_word(paths.run_id)}; or move {paths.ledger} and {paths.events.name} out of "
+            "the run, and these rollouts are sampled again",
         )
     if copies and refused is None:
         raise TierError(
@@ -127,7 +129,8 @@ def newest_attempt(paths: RunPaths) -> int:
 
 def lost_error(paths: RunPaths, trace: str, *, by_hand: bool = False) -> CheckpointsLost:
     """Returns the refusal, with the ways on; `trace` is from `former_checkpoint`."""
-    absent = not names_in(paths.run, paths.checkpoints)
+    # The hint alone is no content: storage may hide all that it names.
+    absent = set(names_in(paths.run, paths.checkpoints)) <= {paths.latest.name}
     again = f"`verl-slurm submit {shell_word(paths.root)} --force-resume`, or submit under a new name"
     return (CheckpointsAbsent if absent else CheckpointsLost)(
         "no checkpoint can be used, in a run that has had one: it does not begin again by itself",

@@ -16,6 +16,7 @@ from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.decide.best import Best, Rank, rank_best
 from verl_slurm.checkpoint.format.info import CheckpointInfo
+from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.lost import former_checkpoint, gone_back, lost_rollouts
 from verl_slurm.cli.command_options import PLACE, RUN, Whole, command, option
@@ -26,6 +27,7 @@ from verl_slurm.journal.events import Ended, Event, Started, Submitted, Warned
 from verl_slurm.journal.files import read_events, read_history
 from verl_slurm.journal.history import History, interruption_facts, since
 from verl_slurm.journal.pace import LOOKED_AT, node_states, pace_of, steps_of_equal_rewards
+from verl_slurm.journal.status import read_status
 from verl_slurm.journal.steps import last_steps
 from verl_slurm.program.code_record import read_record
 from verl_slurm.runs.glance import Glance, Seen, ask_for, glance, glance_at_all, is_over, state_of
@@ -73,7 +75,8 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
     facts["code"] = _code_words(run, events)
     facts["lost"] = _losses(run, facts, events, history)
     facts["interruptions"] = interruption_facts(outages, now, has_ledger=has_ledger(run))
-    rows = last_steps(run, max(num_steps, LOOKED_AT))
+    facts["journal"] = _faults(run, events, history)
+    rows = last_steps(run, max(num_steps, LOOKED_AT), facts["journal"])
     facts["steps"] = rows[-num_steps:] if num_steps else []
     curve = run_tables.curve_of(rows[-LOOKED_AT:])
     pace = pace_of(rows, facts["step"], facts["status"].get("steps"))
@@ -98,6 +101,7 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
         *(_snapshot_lines(facts, now) if snapshot else ()),
         *(("code", line) for line in facts["code"]),
         *(("lost", f"WARNING, {line}") for line in facts["lost"]),
+        *(("journal", f"WARNING, {line}") for line in facts["journal"]),
         ("reward", facts["reward"] and _reward_words(facts["reward"])),
         *((f"service {place}", said) for place, said in snapshot.get("services", {}).items()),
         ("checkpoint", verified if hidden and verified else _checkpoint_words(run, facts, history)),
@@ -255,9 +259,24 @@ def _warned(events: list[Event], *topics: str) -> list[Warned]:
     return [event for event in events if isinstance(event, Warned) and event.topic in topics]
 
 
+def _faults(run: RunPaths, events: list[Event], history: History) -> list[str]:
+    """Returns what is wrong with the journal and the snapshot."""
+    told = [event.text for event in (*history.foreign, *_warned(events, "journal"))]
+    read_status(run, told)
+    return list(dict.fromkeys(told))
+
+
 def _losses(run: RunPaths, facts: dict[str, Any], events: list[Event], history: History) -> list[str]:
     """Returns what starts since the last submission found lost, and what the next one will."""
-    lines = [event.text for event in _warned(since(events, Submitted), "checkpoint", "rollouts")]
+    told = _warned(since(events, Submitted), "checkpoint", "rollouts")
+    reached = checkpoint_order(facts["status"].get("last_checkpoint", "")) or (-1, -1)
+    # Until the run is done, or has passed the checkpoint that the text begins with.
+    lines = [
+        event.text
+        for event in told
+        if facts["outcome"] != "done"
+        and (checkpoint_order(event.text.partition(" ")[0]) or (reached[0] + 1, 0)) > reached
+    ]
     last = next((one for one in history.outages[-1:] if one.seconds is None and one.resumed is None), None)
     ended = facts["job_over"] or facts["job_waits"] or facts["outcome"] is not None
     # While ranks are at work nothing is lost yet; and a colleague (`group`) sees no checkpoints.
@@ -409,6 +428,9 @@ def list_runs(place: Path, states: tuple[str, ...], as_json: bool) -> None:
         cut="run",  # as a last resort
         colours=STATE_COLOURS,
     )
+    for run, _ in told:
+        for text in run.foreign:
+            render.warning(text)
 
 
 def runs_table(told: Sequence[tuple[Glance, str]], place: Path) -> dict[str, list[str]]:
@@ -480,6 +502,7 @@ def _listed_facts(run: Glance, state: str, seen: Seen | None) -> dict[str, Any]:
             "last": run.last_interruption or None,
         },
         **({"error": run.error} if run.error else {}),
+        **({"journal": run.foreign} if run.foreign else {}),
     }
 
 
