@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.builders import make_manifest
+from tests.builders import make_manifest, own_run
+from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, Manifest
 from verl_slurm.checkpoint.format.state_schema import current_schema, render_schema
@@ -49,12 +50,12 @@ def manifest_of(staging: StagingDirectory, **changes: object) -> Manifest:
     fields: dict[str, Any] = {"name": staging.final.name, "safe_point": staging.safe_point, "world_size": 2}
     fields |= {"phase": "update" if staging.safe_point else "step_end"}
     fields |= {"step": staging.step, "files": tuple(seal(staging.directory, files))}
-    return make_manifest(**(fields | changes))
+    return make_manifest(**(fields | own_run(staging.final) | changes))
 
 
 @pytest.fixture
 def paths(tmp_path: Path) -> RunPaths:
-    return RunPaths(tmp_path / "run")
+    return RunPaths(private_dir(tmp_path / "run"))
 
 
 @pytest.fixture

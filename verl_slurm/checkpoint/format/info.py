@@ -12,9 +12,9 @@ Kind = Literal["committed", "torn", "foreign", "quarantined"]
 name without a good manifest. quarantined: set aside. foreign: not ours."""
 
 ProblemKind = Literal["damaged", "unreadable", "untrusted", "version", "key"]
-"""damaged: the bytes differ from those that were committed. unreadable: the system refused to read (may pass).
-untrusted: others own or may write it. version: the format is unknown to this code. key: it has no signature, or one by
-a key that we lack. Damaged checkpoints may be set aside; the others may be good and never are."""
+"""damaged: not what the run committed there: other bytes, or another run's. unreadable: the system refused to read (may
+pass). untrusted: others own or may write it. version: the format is unknown to this code. key: it has no signature, or
+one by a key that we lack. Damaged checkpoints may be set aside; the others may be good and never are."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,7 +70,7 @@ def begin(paths: RunPaths, step: int, safe_point: int) -> StagingDirectory:
     """Makes an empty staging directory, 0700, with a name nobody can guess. Runs on rank 0."""
     # Durable before anything lies in it: a power cut otherwise takes the directory's own name, and with it the run's
     # first checkpoint.
-    private_dir(paths.checkpoints, inside=paths.root)
+    private_dir(paths.checkpoints, inside=paths.run)
     # 64 random bits in the name: another user cannot make it first, and a retry does not meet the leftovers of a dead
     # save.
     staging = name_staging(paths, step, safe_point)
