@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.builders import begun_run, run_config
+from tests.builders import begun_run, run_config, write_manifest
 from tests.journals import append_event
 from verl_slurm.base.errors import CheckpointsAbsent, CheckpointsLost, TierError
 from verl_slurm.base.fence import take_attempt
@@ -178,6 +178,18 @@ def test_a_lost_run_id_is_refused_with_the_one_that_the_ledger_names(run: RunPat
     else:
         with pytest.raises(TierError, match="not a run's id"):
             require_run_id(run)
+
+
+def test_a_lost_run_id_is_refused_with_the_one_that_its_checkpoints_name(tmp_path: Path) -> None:
+    paths = begun_run(tmp_path / "run")
+    write_manifest(private_dir(paths.checkpoints / "step_000003"), 3)
+    number = run_id(paths)
+    paths.run_id.unlink()
+    with pytest.raises(TierError, match=f"{number}, as step_000003.*echo {number} > {paths.run_id}"):
+        require_run_id(paths)
+    with pytest.raises(TierError, match="its checkpoints bear it"):
+        run_id(paths)
+    assert not paths.run_id.exists()
 
 
 def test_a_lost_run_id_is_refused_where_tiers_hold_copies(run: RunPaths) -> None:

@@ -9,7 +9,7 @@ from verl_slurm.checkpoint.format.specification import Manifest
 
 Kind = Literal["committed", "torn", "foreign", "quarantined"]
 """committed: a final name and a manifest that parses (its files are not read). torn: a staging directory, or a final
-name without a good manifest. quarantined: set aside. foreign: not ours."""
+name without a good manifest. quarantined: set aside. foreign: not ours, or another run's."""
 
 ProblemKind = Literal["damaged", "unreadable", "untrusted", "version", "key"]
 """damaged: not what the run committed there: other bytes, or another run's. unreadable: the system refused to read (may
