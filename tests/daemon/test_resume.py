@@ -128,10 +128,11 @@ def test_a_siblings_checkpoint_that_was_asked_for_counts_as_ours_from_then_on(ru
 
 
 def test_a_tier_gives_back_ours_where_a_siblings_lies_in_its_place(run: RunPaths, tmp_path: Path) -> None:
-    config = write_config(run, tiers=(cold_tier(tmp_path / "cold"),))
+    tmp_path.chmod(0o700)
+    config = write_config(run, root=tmp_path, tiers=(cold_tier(private_dir(tmp_path / "cold")),))
     own = save(run, 4)
     assert sync(run, config).ok
-    append_event(run, "verified", name=own.name, num_bytes=1, seconds=1.0)
+    append_event(run, "verified", name=own.name)
     digest = (own / "manifest.json").read_bytes()
     shutil.copytree(sibling(run, 4), own, dirs_exist_ok=True)
     assert find_resume_point(run, "auto", 1, has_tiers=True).name == own.name
