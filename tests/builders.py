@@ -8,6 +8,7 @@ import msgspec
 from verl_slurm.base.fence import RunOwner, take_attempt
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.run_id import run_id
 from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.format.manifest import render, sealed
 from verl_slurm.checkpoint.format.specification import MANIFEST, Manifest, Topology
@@ -16,6 +17,9 @@ from verl_slurm.config.load import dump
 from verl_slurm.config.schema import EncryptionConfig, RunConfig, TierConfig, TrainConfig
 from verl_slurm.runtime_state.format import RuntimeState
 from verl_slurm.wire.reward_plan import RewardSwitch
+
+RUN_ID = "0123456789abcdef"
+"""The id of a run whose directory has none."""
 
 _DEFAULTS = RunConfig()
 _KEYS = [
@@ -112,7 +116,13 @@ def runtime_state(**values: Any) -> RuntimeState:
 def make_manifest(step: int = 1, *, world_size: int = 1, **values: Any) -> Manifest:
     """The manifest, unsealed and without files, of a checkpoint at the end of `step`."""
     fields: dict[str, Any] = {"name": f"step_{step:06d}", "phase": "step_end", "safe_point": 0}
-    fields |= {"attempt": 1, "parent": None, "schema_id": current_schema().schema_id, "files": ()}
+    fields |= {
+        "run_id": RUN_ID,
+        "attempt": 1,
+        "parent": None,
+        "schema_id": current_schema().schema_id,
+        "files": (),
+    }
     fields |= {"dataset_fingerprint": "0" * 64, "topology": Topology(dp=world_size)}
     fields |= {"created_utc": "2026-01-01T00:00:00Z", "save_seconds": 0.5}
     if "guest" not in values:
@@ -122,7 +132,18 @@ def make_manifest(step: int = 1, *, world_size: int = 1, **values: Any) -> Manif
 
 def write_manifest(directory: Path, step: int = 1, **values: Any) -> None:
     """Seals a manifest and writes it into a checkpoint's directory, which exists."""
+    values = own_run(directory) | values
     (directory / MANIFEST).write_bytes(render(sealed(make_manifest(step, **values))))
+
+
+def own_run(checkpoint: Path) -> dict[str, Any]:
+    """The field of a manifest that names the run in whose directory a checkpoint lies; makes the run's id."""
+    if checkpoint.parent.name != "checkpoints":
+        return {}
+    paths = RunPaths(checkpoint.parent.parent)
+    if not paths.run_id.exists():
+        write_file(paths.run_id, f"{RUN_ID}\n".encode())
+    return {"run_id": run_id(paths)}
 
 
 def checkpoint_info(step: int, **values: Any) -> CheckpointInfo:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from benchmarks.save.workload import Workload
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.run_id import run_id
 from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, Topology
 from verl_slurm.checkpoint.format.state_schema import current_schema, render_schema
 from verl_slurm.runtime_state.format import RuntimeState
@@ -28,6 +29,7 @@ def make_saver(root: Path, work: Workload, second: Path | None = None) -> Checkp
     """A saver that writes into the run directory `root`, and to `second` as to a node's own disk. Collective."""
     schema = current_schema()
     provenance = Provenance(
+        run_id=run_id(RunPaths(root)),
         attempt=1,
         parent=None,
         schema_id=schema.schema_id,

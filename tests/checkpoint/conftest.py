@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.builders import make_manifest
+from tests.builders import make_manifest, own_run
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, Manifest
@@ -50,7 +50,7 @@ def manifest_of(staging: StagingDirectory, **changes: object) -> Manifest:
     fields: dict[str, Any] = {"name": staging.final.name, "safe_point": staging.safe_point, "world_size": 2}
     fields |= {"phase": "update" if staging.safe_point else "step_end"}
     fields |= {"step": staging.step, "files": tuple(seal(staging.directory, files))}
-    return make_manifest(**(fields | changes))
+    return make_manifest(**(fields | own_run(staging.final) | changes))
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from tests.builders import make_manifest
+from tests.builders import make_manifest, own_run
 from verl_slurm.base.keys import Keyring, MasterKey
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.encryption import CheckpointCipher
@@ -52,5 +52,7 @@ def save_sealed(
             for entry in entries
         ]
     record = msgspec.UNSET if cipher is None else cipher.record
-    manifest = make_manifest(step, attempt=attempt, files=tuple(entries), encryption=record)
+    manifest = make_manifest(
+        step, **own_run(staging.final), attempt=attempt, files=tuple(entries), encryption=record
+    )
     return commit(staging, manifest, attempt_check=fence, keys=None if key is None else Keyring(key))

@@ -194,6 +194,18 @@ def test_a_lost_run_id_is_refused_with_the_one_that_the_journal_names(run: RunPa
         require_run_id(run)
 
 
+def test_a_lost_run_id_is_refused_with_the_one_that_its_checkpoints_name(tmp_path: Path) -> None:
+    paths = begun_run(tmp_path / "run")
+    write_manifest(private_dir(paths.checkpoints / "step_000003"), 3)
+    number = run_id(paths)
+    paths.run_id.unlink()
+    with pytest.raises(TierError, match=f"{number}, as step_000003.*echo {number} > {paths.run_id}"):
+        require_run_id(paths)
+    with pytest.raises(TierError, match="its checkpoints bear it"):
+        run_id(paths)
+    assert not paths.run_id.exists()
+
+
 def test_a_lost_run_id_is_refused_where_tiers_hold_copies(run: RunPaths) -> None:
     run.run_id.unlink()
     shutil.rmtree(run.ledger)
@@ -220,9 +232,9 @@ def test_a_newer_checkpoint_that_is_gone_is_named_with_the_steps_done_again(save
     again = "the run goes back to step_000002, and does steps 3 and 4 again"
     assert back_from(saved) == f"step_000004 was verified and is gone: {again}"
     private_dir(saved.checkpoints / "step_000004")  # without its manifest
-    assert back_from(saved) == f"step_000004 was verified and is damaged: {again}"
+    assert back_from(saved) == f"step_000004 was verified and is no longer what was saved: {again}"
     move_to_quarantine(saved.checkpoints / "step_000004", ["damaged"])
-    assert back_from(saved).startswith("step_000004 was verified and is damaged, and set aside in")
+    assert back_from(saved).startswith("step_000004 was verified and is set aside in")
     assert back_from(saved, "step_000003").endswith("does step 4 again")
     append_event(saved, "saved", name="step_000004_sp0007")
     assert "step_000004_sp0007 was saved" in back_from(saved)

@@ -91,6 +91,54 @@ def test_a_checkpoint_of_another_run_is_copied_even_over_ours_of_that_name(
     assert len(list(run.root.glob("ledger.before.*"))) == 1
 
 
+def sibling(run: RunPaths, step: int) -> Path:
+    """A checkpoint of another run, which has another id."""
+    other = RunPaths(private_dir(run.root.with_name("sibling")))
+    other.run_id.write_text("fedcba9876543210\n")
+    return save(other, step)
+
+
+def test_a_siblings_checkpoint_in_the_place_of_ours_is_set_aside_and_named(run: RunPaths) -> None:
+    own, over = save(run, 2), save(run, 4)
+    shutil.copytree(sibling(run, 4), over, dirs_exist_ok=True)
+    assert {info.name: info.kind for info in list_checkpoints(run)} == {
+        own.name: "committed",
+        over.name: "foreign",
+    }
+    assert not read_back(run, over.name, 1).good
+    shutil.copytree(sibling(run, 5), run.checkpoints / "step_000005")
+    point = find_resume_point(run, "auto", 1)
+    assert point.name == own.name
+    assert any("of another run, fedcba9876543210" in reason for reason in point.reasons)
+    assert [info.kind for info in list_checkpoints(run)] == ["committed", "quarantined", "quarantined"]
+
+
+def test_a_siblings_checkpoint_that_was_asked_for_counts_as_ours_from_then_on(run: RunPaths) -> None:
+    theirs = sibling(run, 4)
+    # Also where it was copied there by hand before.
+    shutil.copytree(theirs, private_dir(run.checkpoints) / theirs.name)
+    run.run_id.write_text("0123456789abcdef\n")
+    ask_once(run)
+    assert find_resume_point(run, str(theirs), 1).name == theirs.name
+    run.resume_once.unlink()
+    assert find_resume_point(run, "auto", 1).name == theirs.name
+    assert [info.kind for info in list_checkpoints(run)] == ["committed"]
+    shutil.copytree(sibling(run, 6), run.checkpoints / "step_000006")
+    assert find_resume_point(run, "auto", 1).name == theirs.name, "one of them was adopted, not the run"
+
+
+def test_a_tier_gives_back_ours_where_a_siblings_lies_in_its_place(run: RunPaths, tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    config = write_config(run, root=tmp_path, tiers=(cold_tier(private_dir(tmp_path / "cold")),))
+    own = save(run, 4)
+    assert sync(run, config).ok
+    append_event(run, "verified", name=own.name)
+    digest = (own / "manifest.json").read_bytes()
+    shutil.copytree(sibling(run, 4), own, dirs_exist_ok=True)
+    assert find_resume_point(run, "auto", 1, has_tiers=True).name == own.name
+    assert (own / "manifest.json").read_bytes() == digest
+
+
 def test_an_attempt_that_lost_the_run_tidies_up_nothing(run: RunPaths) -> None:
     save(run, 2)
     half_made = stage(run, 4)

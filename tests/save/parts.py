@@ -9,7 +9,7 @@ import msgspec
 import torch
 from torch import nn
 
-from tests.builders import runtime_state
+from tests.builders import RUN_ID, runtime_state
 from verl_slurm.base.keys import Keyring
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, Topology
@@ -107,7 +107,7 @@ def contents(step: int = 2, state: RuntimeState | None = None) -> SaveContents:
 def provenance(attempt: int = 1, **changes: Any) -> Provenance:
     """Of nobody in particular."""
     fields: dict[str, Any] = {"schema_id": current_schema().schema_id, "dataset_fingerprint": "0" * 64}
-    fields |= {"parent": None, "frozen": {}, "topology": Topology(dp=1)}
+    fields |= {"run_id": RUN_ID, "parent": None, "frozen": {}, "topology": Topology(dp=1)}
     return Provenance(attempt=attempt, **(fields | changes))
 
 

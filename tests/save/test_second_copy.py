@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.builders import write_manifest
 from tests.save.parts import Parts, checkpoint_saver, contents, load_tensors
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
@@ -181,6 +182,14 @@ def test_old_parts_go_and_the_newest_stay(run: RunPaths, local: Path) -> None:
     (local / "mine.txt").write_bytes(b"not ours")
     assert prune_parts(local, 1) == [".step_000004.0123456789abcdef.tmp", "step_000002"]
     assert sorted(os.listdir(local)) == ["mine.txt", "step_000003"]
+
+
+def test_parts_of_a_run_that_was_here_before_crowd_out_none_of_ours(run: RunPaths, local: Path) -> None:
+    _save(run, local, Parts(), 1)
+    former = private_dir(local / "step_000009")
+    write_manifest(former, 9, run_id="fedcba9876543210", attempt=7)
+    assert prune_parts(local, 1) == []
+    assert former.exists()
 
 
 def test_every_run_and_node_has_a_place_of_its_own(run: RunPaths, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.builders import write_manifest
 from tests.fakes.s3_server import StandIn
 from tests.tiers.conftest import config_of, opened, posix_config, s3_config
 from verl_slurm.base.errors import CheckpointCorrupt, NotFound, TierError
@@ -57,6 +58,15 @@ def test_the_newest_that_verifies_comes_back(
     assert "step_000020: the source is damaged" in fetched.reasons[0]
     assert verify(paths.checkpoints / "step_000010").ok
     assert left(paths) == ["step_000010"]
+
+
+def test_another_runs_copy_in_our_tier_is_passed_over(
+    paths: RunPaths, tiers: list[OpenTier], cold: TierConfig
+) -> None:
+    write_manifest(stored(cold, "step_000020"), 20, run_id="fedcba9876543210")
+    fetched = fetch_newest(paths, config_of(), tiers=tiers)
+    assert fetched.name == "step_000010"
+    assert "of another run, fedcba9876543210" in fetched.reasons[0]
 
 
 def test_one_that_is_there_and_verifies_is_left_alone(

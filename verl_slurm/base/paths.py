@@ -16,6 +16,7 @@ RUN/                        0700
   rewards/switch_0001/      of each replacement: the former reward's head and tokenizer config, and its last scores
   control/                  lead.json (address and token of the live lead), claims of attempts and of successors,
                             resume_once, parts_since, trained_with.yaml (the configuration of the newest ranks),
+                            adopted (digests of other runs' checkpoints that this one was told to resume from),
                             tiers.json (what the mover read back in each tier), tiers.lock,
                             reward_request.json (another reward, as an operator asked for it),
                             imports (what the ranks import, for those that stand by),
@@ -213,6 +214,11 @@ class RunPaths:
     def run_id(self) -> Path:
         # Of the run itself, also for the roots below it.
         return self.run / "run_id"
+
+    @property
+    def adopted(self) -> Path:
+        """Digests of the manifests that `checkpoint.resume_from` has brought from other runs, one a line."""
+        return RunPaths(self.run).control / "adopted"
 
     @property
     def from_nothing(self) -> Path:

@@ -30,12 +30,19 @@ from verl_slurm.base.fence import require_attempt, take_attempt
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.run_id import run_id
 from verl_slurm.checkpoint.decide.best import metrics_of
 from verl_slurm.checkpoint.format.specification import Topology
 from verl_slurm.checkpoint.format.state_schema import current_schema
 from verl_slurm.checkpoint.store import loop_checkpoint
 from verl_slurm.checkpoint.store.commit import SavedCheckpoint, sweep
-from verl_slurm.checkpoint.store.lost import former_checkpoint, gone_back, lost_error, newest_attempt
+from verl_slurm.checkpoint.store.lost import (
+    former_checkpoint,
+    gone_back,
+    lost_error,
+    newest_attempt,
+    require_run_id,
+)
 from verl_slurm.checkpoint.store.reader import CheckpointReader
 from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.checkpoint.store.run_config import keys_for
@@ -334,10 +341,12 @@ class LoopRun:
         assert config is not None
 
         data = self._ranks.on_first("starting the save", lambda: loop_checkpoint.data_digest(paths), str)
+        run = self._ranks.on_first("reading the run's id", lambda: run_id(paths), str)
         return CheckpointSaver(
             paths,
             domains,
             Provenance(
+                run_id=run,
                 attempt=session.attempt,
                 parent=session.resume.name if session.resume is not None else None,
                 schema_id=current_schema().schema_id,
@@ -396,11 +405,16 @@ def _take_the_run(run_dir: Path) -> _Start:
     # Before the sweep: once the attempt is ours, no other process can commit what is removed below.
     mine = take_attempt(paths, job_id=str(os.getpid()), restart=0, above=newest_attempt(paths))
     private_dir(paths.checkpoints)
+    require_run_id(paths)
+    run_id(paths)  # made here, before a checkpoint bears it
     sweep(paths)
     loop_checkpoint.sweep_work(paths)
     # Reads every byte of the newest checkpoint: without a daemon nothing has verified it.
     keys = keys_for(paths.root)
     choice = choose_resume(paths, "auto", verifier=lambda path: verify(path, keys=keys))
+    for verdict in choice.verdicts:
+        if not verdict.ok:
+            _complain(verdict.one_line())
     if choice.name is None and (trace := former_checkpoint(paths, RunConfig(), by_hand=True)):
         raise lost_error(paths, trace, by_hand=True)
     if lost := gone_back(paths, None, choice.name or ""):

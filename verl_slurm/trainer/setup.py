@@ -19,6 +19,7 @@ from verl_slurm.base.bounded import vocabulary_of
 from verl_slurm.base.fence import require_attempt
 from verl_slurm.base.keys import Keyring, load_keys
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.run_id import run_id
 from verl_slurm.checkpoint.format.specification import Manifest
 from verl_slurm.checkpoint.format.state_schema import SchemaVersion, current_schema
 from verl_slurm.checkpoint.store.frozen import FrozenCopies
@@ -289,6 +290,7 @@ def _load(start: _Start, owned: ExitStack) -> _Parts:
             start.paths,
             live_tensors(models, optimizers),
             Provenance(
+                run_id=run_id(start.paths),
                 attempt=start.session.attempt,
                 parent=start.manifest.name if start.manifest else None,
                 schema_id=schema.schema_id,

@@ -15,6 +15,7 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.fence import require_attempt
 from verl_slurm.base.keys import Keyring, load_keys
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.run_id import other_run
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.checkpoint.store.local_copy import assemble, list_parts, local_directory, send_home, this_node
 from verl_slurm.config.load import load_resolved
@@ -58,6 +59,10 @@ def run_bring_home(root: Path, attempt: int, after: str) -> ExitCode:
     directory, keys = local_directory(config.local_dir, paths, this_node()), load_keys(config.encryption)
     oldest = checkpoint_order(after) or (-1, -1)
     for part in list_parts(directory, keys) if directory is not None else ():
+        # Of a run that was here before, under the same path.
+        if other := other_run(paths, part.manifest.run_id, part.manifest.digest):
+            sys.stderr.write(f"{part.path} is left there: {other}\n")
+            continue
         lacking = not (paths.checkpoints / part.name).exists()
         # Attempts before `parts_since` saved what the user has abandoned by naming another checkpoint.
         if part.order > oldest and lacking and part.manifest.attempt >= parts_since(paths):

@@ -24,6 +24,7 @@ from verl_slurm.base.fence import require_attempt
 from verl_slurm.base.files import fsync_path, private_dir, rename, write_file
 from verl_slurm.base.keys import Keyring
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.run_id import note_adopted
 from verl_slurm.checkpoint.format.encryption import CheckpointCipher
 from verl_slurm.checkpoint.format.info import Verdict
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
@@ -199,7 +200,9 @@ def find_resume_point(
         # Verifying encrypted data needs no key. It is better to report a missing key now than to have every
         # rank fail.
         CheckpointCipher.of(choice.manifest, keys, where=choice.path)
-    if choice.path is not None and choice.path.parent != paths.checkpoints:
+    if choice.path is not None and choice.path.parent != paths.checkpoints and choice.manifest is not None:
+        # First: in this run's directory nothing counts that is another run's, unless it was adopted.
+        note_adopted(paths, choice.manifest.digest)
         choice = choose_resume(paths, _adopt(paths, choice.path), verifier=checked)
     reasons = list(choice.reasons)
     if resume_from != "auto":

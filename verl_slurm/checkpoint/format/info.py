@@ -9,12 +9,12 @@ from verl_slurm.checkpoint.format.specification import Manifest
 
 Kind = Literal["committed", "torn", "foreign", "quarantined"]
 """committed: a final name and a manifest that parses (its files are not read). torn: a staging directory, or a final
-name without a good manifest. quarantined: set aside. foreign: not ours."""
+name without a good manifest. quarantined: set aside. foreign: not ours, or another run's."""
 
 ProblemKind = Literal["damaged", "unreadable", "untrusted", "version", "key"]
-"""damaged: the bytes differ from those that were committed. unreadable: the system refused to read (may pass).
-untrusted: others own or may write it. version: the format is unknown to this code. key: it has no signature, or one by
-a key that we lack. Damaged checkpoints may be set aside; the others may be good and never are."""
+"""damaged: not what the run committed there: other bytes, or another run's. unreadable: the system refused to read (may
+pass). untrusted: others own or may write it. version: the format is unknown to this code. key: it has no signature, or
+one by a key that we lack. Damaged checkpoints may be set aside; the others may be good and never are."""
 
 
 @dataclass(frozen=True, kw_only=True)

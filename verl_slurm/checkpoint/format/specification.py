@@ -61,6 +61,9 @@ file of more than one chunk that is the digest of its chunks' digests, which fol
 `digest` is the SHA-256 (hex) of the canonical JSON of the other fields: keys sorted, separators `,` and `:`,
 ASCII with \\u escapes, numbers as Python's `json` writes them. Layout and key order of the file are free.
 
+`run_id` ties it to its run. In `RUN/checkpoints` one of another run counts as damaged (`verify`) and as foreign
+(`catalog.list_checkpoints`), unless RUN/control/adopted has its digest: `checkpoint.resume_from` named it.
+
 `metrics` are the numbers of the step that the checkpoint ends, finite ones only; not there in one from the middle of
 a step. They are never encrypted: a list of checkpoints shows which is the best, without a key.
 
@@ -102,7 +105,7 @@ import msgspec
 
 from verl_slurm.base import bounded
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 CHUNK_BYTES = 4 << 20
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = "schema_version.json"
@@ -197,6 +200,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     safe_point: _Count
     """Safe points passed since the end of the last whole step."""
     phase: Literal["generate", "score", "advantage", "update", "evaluate", "step_end"]
+    run_id: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
+    """`RUN/run_id` of the run that saved it."""
     attempt: _Count
     """The attempt that wrote it."""
     parent: _Text | None

@@ -11,6 +11,7 @@ from verl_slurm.base import bounded
 from verl_slurm.base.errors import UNREADABLE, NotFound, VerlSlurmError
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.run_id import other_run
 from verl_slurm.base.tree import names_in
 from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
@@ -29,6 +30,8 @@ class _Outline(msgspec.Struct):
     safe_point: int
     created_utc: str
     files: list[_File]
+    run_id: str
+    digest: str
     attempt: int = 0
     components: list[str] = []
 
@@ -48,7 +51,7 @@ def list_checkpoints(paths: RunPaths, *, partial: bool = False) -> list[Checkpoi
         PermissionRefused: it, or the quarantine, is a link.
     """
     entries = [path for path in _children(paths, paths.checkpoints) if not _is_ours(paths, path)]
-    infos = [info for path in entries if (info := _classify(path, partial)) is not None]
+    infos = [info for path in entries if (info := _classify(paths, path, partial)) is not None]
     for path in _children(paths, paths.quarantine):
         # The reasons' records are files; links are not ours.
         if path.is_dir() and not path.is_symlink():
@@ -100,8 +103,8 @@ def newest_listed(paths: RunPaths) -> CheckpointInfo | None:
             manifest = _OUTLINE.decode(data)
         except (OSError, *UNREADABLE):
             continue
-        # A partial one that was copied here is no state to resume from.
-        if not manifest.components:
+        # A partial one that was copied here is no state to resume from, nor is another run's.
+        if not manifest.components and not other_run(paths, manifest.run_id, manifest.digest):
             return CheckpointInfo(
                 kind="committed",
                 name=name,
@@ -126,7 +129,7 @@ def _is_ours(paths: RunPaths, path: Path) -> bool:
     )
 
 
-def _classify(path: Path, partial: bool) -> CheckpointInfo | None:
+def _classify(paths: RunPaths, path: Path, partial: bool) -> CheckpointInfo | None:
     """Classifies `path`; None: a live run has renamed or removed it since it was listed."""
     order = checkpoint_order(path.name)
     staged = STAGING_NAME.fullmatch(path.name)
@@ -147,6 +150,8 @@ def _classify(path: Path, partial: bool) -> CheckpointInfo | None:
     # Either it has no manifest that verifies, or it was removed between the listing and this.
     except (OSError, VerlSlurmError) as error:
         return replace(info, detail=str(error)) if os.path.lexists(path) else None
+    if other := other_run(paths, manifest.run_id, manifest.digest):
+        return replace(info, kind="foreign", detail=other)
     if bool(manifest.components) != partial:
         # Somebody has put it here. A search for a state to resume from must ignore a partial one.
         detail = f"a partial checkpoint: {', '.join(manifest.components)} only"

@@ -21,6 +21,7 @@ import hashlib
 import os
 import shutil
 import socket
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -155,9 +156,14 @@ def part_problems(part: LocalPart) -> list[str]:
 
 
 def prune_parts(directory: Path, keep: int) -> list[str]:
-    """Removes leftovers of dead saves and all but the newest `keep` parts; returns names. Once per node."""
+    """Removes leftovers of dead saves and all but the newest `keep` parts of a run; returns names. Once per node."""
     # By directory name, not by checkpoint: the same checkpoint may lie here twice, staged and final.
-    kept = {part.path.name for part in list_parts(directory)[:keep]}
+    kept, counts = set[str](), Counter[str]()
+    for part in list_parts(directory):
+        # For each run: one that was here before, under the same path, may have had more attempts than ours.
+        counts[part.manifest.run_id] += 1
+        if counts[part.manifest.run_id] <= keep:
+            kept.add(part.path.name)
     gone = []
     for name in sorted(os.listdir(directory)):
         is_ours = CHECKPOINT_NAME.fullmatch(name) or (name.startswith(".step_") and name.endswith(".tmp"))

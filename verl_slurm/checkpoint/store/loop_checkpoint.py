@@ -21,6 +21,7 @@ from verl_slurm.base.errors import CheckpointCorrupt, ConfigError
 from verl_slurm.base.fence import require_attempt
 from verl_slurm.base.files import private_dir, rename, write_file
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.run_id import run_id
 from verl_slurm.base.tree import list_tree, names_in, open_directory
 from verl_slurm.checkpoint.decide.best import metrics_of
 from verl_slurm.checkpoint.format.specification import (
@@ -283,6 +284,7 @@ def _manifest(
         step=save.step,
         safe_point=0,
         phase="step_end",
+        run_id=run_id(paths),
         attempt=save.attempt,
         parent=save.parent,
         schema_id=current_schema().schema_id,

@@ -17,7 +17,7 @@ from verl_slurm.base.errors import UNREADABLE, CheckpointsAbsent, CheckpointsLos
 from verl_slurm.base.fence import read_owner
 from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
-from verl_slurm.base.run_id import run_id
+from verl_slurm.base.run_id import is_adopted, run_id
 from verl_slurm.base.tree import names_in
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.checkpoint.store.catalog import list_checkpoints, newest_listed
@@ -61,7 +61,7 @@ def require_never_saved(paths: RunPaths, config: RunConfig, attempt: int) -> Non
 
 
 def require_run_id(paths: RunPaths) -> None:
-    """Refuses, with TierError, an id that is damaged, or lost while rollouts, journal or copies in tiers bear it."""
+    """Refuses, with TierError, an id that is damaged, or lost while files of the run or copies in tiers bear it."""
     found: object = "no such file"
     if paths.run_id.exists():
         try:
@@ -88,6 +88,15 @@ def require_run_id(paths: RunPaths) -> None:
             expected=f"{named}, as the newest of them",
             remedy=f"echo {named} > {shell_word(paths.run_id)}; or move {paths.ledger} and {paths.events.name} out of "
             "the run, and these rollouts are sampled again",
+        )
+    if bearers := _checkpoints_by_run(paths):
+        raise TierError(
+            "the run's id is lost, and its checkpoints bear it",
+            where=paths.run_id,
+            found=found,
+            expected="; or ".join(f"{run}, as {name}" for run, name in bearers.items()),
+            remedy=f"echo {next(iter(bearers))} > {shell_word(paths.run_id)}; or, if they were copied here from "
+            f"another run, move them out of {paths.checkpoints}: checkpoint.resume_from goes on from another run's",
         )
     if copies and refused is None:
         raise TierError(
@@ -127,6 +136,18 @@ def newest_attempt(paths: RunPaths) -> int:
     return max(number for number in numbers if number < _NO_ATTEMPT)
 
 
+def _checkpoints_by_run(paths: RunPaths) -> dict[str, str]:
+    """Returns the newest checkpoint of each run whose checkpoints lie here, adopted ones apart; newest first."""
+    found = dict[str, str]()
+    for info in list_checkpoints(paths):
+        if info.kind == "committed":
+            with suppress(OSError, VerlSlurmError):
+                manifest = read_manifest(info.path)
+                if not is_adopted(paths, manifest.digest):
+                    found.setdefault(manifest.run_id, info.name)
+    return found
+
+
 def lost_error(paths: RunPaths, trace: str, *, by_hand: bool = False) -> CheckpointsLost:
     """Returns the refusal, with the ways on; `trace` is from `former_checkpoint`."""
     # The hint alone is no content: storage may hide all that it names.
@@ -164,9 +185,9 @@ def gone_back(paths: RunPaths, history: History | None, present: str, config: Ru
         return ""
     where = "gone"
     if os.path.lexists(paths.checkpoints / name):
-        where = "damaged"
+        where = "no longer what was saved"
     elif any(entry.startswith(f"{name}.") for entry in names_in(paths.run, paths.quarantine)):
-        where = f"damaged, and set aside in {paths.quarantine}"
+        where = f"set aside in {paths.quarantine}"
     first = (checkpoint_order(present) or (0, 0))[0] + 1
     step, within = checkpoint_order(name) or (0, 0)
     last = step + bool(within)
@@ -324,7 +345,7 @@ def _found_beside(paths: RunPaths, events: Iterable[ev.Event]) -> str:
     bad = {event.name for event in events if isinstance(event, ev.Corrupt)}
     for info in list_checkpoints(paths):
         name = info.name.split(".", 1)[0]
-        if info.kind in {"committed", "torn", "quarantined"} and checkpoint_order(name) is not None:
+        if checkpoint_order(name) is not None:
             if info.kind != "quarantined":
                 return f"{info.name}, which cannot be used"
             if name not in bad:

@@ -2,8 +2,8 @@
 
 It reports, each with its path: no manifest, one that does not parse or whose digest is wrong, a file that is missing,
 extra, or of another size or content, a link or special file, an unnamed directory, a name that is not the manifest's, a
-missing required part, and files that others own or may write. A fault is reported, never repaired. Torch, msgpack and
-zstd see nothing of a checkpoint before this check has passed.
+missing required part, in RUN/checkpoints a manifest of another run, and files that others own or may write. A fault is
+reported, never repaired. Torch, msgpack and zstd see nothing of a checkpoint before this check has passed.
 """
 
 import errno
@@ -16,6 +16,8 @@ from verl_slurm.base import bounded
 from verl_slurm.base.errors import CheckpointCorrupt, KeyRefused, SchemaMismatch
 from verl_slurm.base.keys import Keyring
 from verl_slurm.base.one_line import printable
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.run_id import other_run
 from verl_slurm.base.tree import Entry, list_tree, open_below, open_directory
 from verl_slurm.checkpoint.format.info import Problem, ProblemKind, Verdict
 from verl_slurm.checkpoint.format.manifest import parse
@@ -69,6 +71,8 @@ def verify(
                 # A checkpoint that was renamed would be taken for another step.
                 if manifest.name != name:
                     problems.append(Problem(path=".", what=f"the manifest is of {manifest.name}"))
+                if other := _other_run(directory, manifest):
+                    problems.append(Problem(path=MANIFEST, what=other))
                 # Names first: what must not be there is known without reading gigabytes.
                 problems.extend(_tree_problems(manifest, entries))
                 num_bytes = _check_files(root, manifest, problems, threads, bytes_per_s)
@@ -167,6 +171,16 @@ def _named(manifest: Manifest | None) -> tuple[set[str], set[str]]:
     files = {entry.path for entry in manifest.files} if manifest is not None else set()
     files.add(MANIFEST)
     return files, {path[:at] for path in files for at, char in enumerate(path) if char == "/"}
+
+
+def _other_run(directory: Path, manifest: Manifest) -> str:
+    # Known by its place: whatever is to be taken from a run's own directory must be the run's own.
+    run = RunPaths(Path(os.path.abspath(directory)).parent.parent)
+    return (
+        other_run(run, manifest.run_id, manifest.digest)
+        if directory.parent.name == run.checkpoints.name
+        else ""
+    )
 
 
 def _tree_problems(manifest: Manifest, entries: list[Entry]) -> list[Problem]:

@@ -24,6 +24,7 @@ from verl_slurm.base.files import private_dir, rename
 from verl_slurm.base.keys import Keyring, load_keys
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.run_id import other_run
 from verl_slurm.checkpoint.decide.storage import need_of_next
 from verl_slurm.checkpoint.format.info import Verdict
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
@@ -229,6 +230,8 @@ def _bring(paths: RunPaths, copies: RunCopies, name: str, keys: Keyring | None) 
     # The manifest first, and authenticated before a terabyte arrives that may not be used: all that follows is checked
     # against it.
     data, manifest = copies.manifest(name, keys)
+    if other := other_run(paths, manifest.run_id, manifest.digest):
+        raise CheckpointCorrupt("the tier's copy is not this run's", where=name, found=other)
     if missing := missing_parts(manifest):
         raise CheckpointCorrupt("a required part is not in the manifest", where=name, found=missing[0])
     private_dir(paths.checkpoints, inside=paths.run)

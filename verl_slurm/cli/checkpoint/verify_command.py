@@ -243,8 +243,8 @@ def fingerprint(place: Path, against: RunPaths | None, full: bool, as_json: bool
 
 def _checkpoints_of(place: Path) -> dict[Path, int]:
     if (place / "run.yaml").is_file():
-        # Torn ones in staging are no loss; one with a final name that lost its manifest is.
-        infos = [i for i in list_checkpoints(RunPaths(place)) if i.kind in ("committed", "torn")]
+        # Torn ones in staging are no loss; one with a final name that lost its manifest, or is another run's, is.
+        infos = [i for i in list_checkpoints(RunPaths(place)) if i.kind != "quarantined" and i.step >= 0]
         found = {info.path: info.num_bytes for info in infos if not info.name.startswith(".")}
         if not found:
             remedy = f"verl-slurm status {shell_word(place)}"

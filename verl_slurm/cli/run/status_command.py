@@ -390,7 +390,7 @@ def list_runs(place: Path, states: tuple[str, ...], as_json: bool) -> None:
     committed     whole by its manifest
     torn          its writer died before the commit; never used, removed at the next start
     quarantined   did not verify, set aside
-    foreign       not a checkpoint of ours
+    foreign       not a checkpoint of this run
 
     With checkpoint.keep_best set, a column has that metric of the step that a checkpoint ends, and the place of those
     that are kept for it: `0.83 best`, `0.81 best 2`. --json has all of a step's metrics.

@@ -92,6 +92,7 @@ class SaveContents:
 class Provenance:
     """Manifest fields that are the same for all saves of one attempt."""
 
+    run_id: str
     attempt: int
     parent: str | None
     schema_id: str
@@ -260,6 +261,7 @@ def manifest_of(
         step=runtime.step,
         safe_point=runtime.safe_point,
         phase=runtime.phase,
+        run_id=provenance.run_id,
         attempt=provenance.attempt,
         parent=provenance.parent,
         schema_id=provenance.schema_id,
