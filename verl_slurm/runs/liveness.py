@@ -288,7 +288,7 @@ def refuse_living(paths: RunPaths, *, ask_for_unknown: bool = False) -> None:
         if not paths.run_yaml.exists():
             ends = f"its run is gone: `scancel {unknown[-1]}`, then the same submit again"
         raise Fenced(
-            "a job of the run is queued of which its journal does not know",
+            "the run has a job of which its journal does not know",
             where=paths.root,
             found=f"job {unknown[-1]}",
             remedy=ends,

@@ -65,9 +65,8 @@ def export(
     """
     directory = one_checkpoint(checkpoint, run)
     look = Look(directory, keys_for(directory, key_file))
-    manifest = look.manifest
     # A guest's files are its own: there are no tensors in them that we know by name.
-    require_own(manifest, directory)
+    require_own(look.manifest, directory)
     config = look.config()
     # By the manifest: a checkpoint may have been saved without one of its parts.
     there = {name for name in REQUIRED_DIRECTORIES if f"{name}/{INDEX}" in look.entries}
@@ -85,7 +84,7 @@ def export(
     bar = render.Bar(enabled=not as_json, tells=True)
     if not as_json:
         # On standard error, and before the verification: that alone may take a minute without another word.
-        render.warning(f"exporting {directory.name}, {manifest.num_bytes / 1e6:.1f} MB, to {out}")
+        render.warning(f"exporting {directory.name}, {look.manifest.num_bytes / 1e6:.1f} MB, to {out}")
     try:
         done = export_checkpoint(directory, wish, lambda progress: _show(bar, progress), key_file=key_file)
     finally:
