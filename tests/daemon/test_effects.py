@@ -325,6 +325,33 @@ def test_a_checkpoint_that_was_pruned_is_not_asked_for_from_the_nodes(
     assert not [e for e in read_events(RunPaths(tmp_path)) if e["event"] == "corrupt"]
 
 
+@pytest.mark.parametrize("is_home", [True, False])
+def test_a_damaged_checkpoint_is_written_down_once_whether_the_nodes_have_it_or_not(
+    is_home: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run.yaml").touch()
+    looks = iter([ReadBack(False, "actor/x: sha256"), ReadBack(is_home, "")])
+    monkeypatch.setattr(module, "read_back", lambda *_: next(looks))
+
+    async def home(*_: object) -> bool:
+        return True
+
+    monkeypatch.setattr(restarts.Restarts, "bring_home", home)
+
+    async def story() -> inputs.Input:
+        paths, posted = RunPaths(tmp_path), asyncio.Queue[inputs.Input]()
+        config = run_config(local_dir="/scratch")
+        effects = Effects(first_attempt(paths, config, ScriptedAllocation(), posted.put_nowait))
+        effects.perform(act.Verify("step_000002"))
+        return await posted.get()
+
+    told = asyncio.run(story())
+    assert isinstance(told, inputs.SaveReadBack)
+    assert told.good is is_home
+    # What is no good by then is the policy's to write.
+    assert sum(e["event"] == "corrupt" for e in read_events(RunPaths(tmp_path))) == is_home
+
+
 def test_an_agent_whose_ranks_have_ended_hears_that_this_was_heard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

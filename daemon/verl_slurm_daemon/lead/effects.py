@@ -127,9 +127,12 @@ class Effects:
             found = ReadBack(False, str(error), unreadable=True)
         # The nodes may hold a whole second copy: it is fetched before the policy hears that the save is lost.
         if not (found.good or found.pruned or found.unreadable) and attempt.config.checkpoint.local_dir:
-            attempt.journal.write(ev.Corrupt(name, found.detail))
+            damage = found.detail
             if await self.restarts.bring_home(""):
                 found = await asyncio.to_thread(read)
+            # Otherwise the policy writes it, and it would count twice.
+            if found.good:
+                attempt.journal.write(ev.Corrupt(name, damage))
         attempt.post(inputs.SaveReadBack(name, found.good, found.detail, found.pruned, found.unreadable))
         if found.good:
             self._mover.wake()
