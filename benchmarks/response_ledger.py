@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np
 
+from verl_slurm.base.files import private_dir
 from verl_slurm.base.mounts import file_system
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.runtime_state.ledger import Index
@@ -114,12 +115,12 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(dir=options.directory) as place:
         runs = [
-            record(Path(place, f"run-{number}"), options.responses, options.tokens)
+            record(private_dir(Path(place, f"run-{number}")), options.responses, options.tokens)
             for number in range(options.repetitions)
         ]
         median = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
-        logged = log_tokens(Path(place, "tokens"), options.responses, options.tokens)
-        record(Path(place, "restored"), options.restored, 8)
+        logged = log_tokens(private_dir(Path(place, "tokens")), options.responses, options.tokens)
+        record(private_dir(Path(place, "restored")), options.restored, 8)
         began = time.perf_counter()
         found = len(Index(RunPaths(Path(place, "restored")), Responses))
         restore_s = time.perf_counter() - began

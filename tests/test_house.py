@@ -151,7 +151,6 @@ _CLAIM = re.compile(
 """Words that say that one part of the code alone does something."""
 
 ENFORCED = {
-    "verl_slurm/base/files.py": "os.rename",
     "verl_slurm/cli/show/render.py": "T20",
     "docs/architecture.md": "one way down",
     "verl_slurm/__init__.py": "test_what_python_looks_for_first_imports_what_is_loaded_already",

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.builders import make_manifest, runtime_state, write_config
+from tests.builders import make_manifest, own_run, runtime_state, write_config
 from tests.checkpoint.sealed import save_sealed
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import private_dir
@@ -87,7 +87,10 @@ def save(
     fill(staging.directory, value)
     files = sorted(str(p.relative_to(staging.directory)) for p in staging.directory.rglob("*") if p.is_file())
     manifest = make_manifest(
-        step, files=tuple(seal(staging.directory, files)), metrics=metrics or msgspec.UNSET
+        step,
+        **own_run(staging.final),
+        files=tuple(seal(staging.directory, files)),
+        metrics=metrics or msgspec.UNSET,
     )
     return commit(staging, manifest, attempt_check=lambda: None)
 

@@ -21,7 +21,7 @@ def takes_over(paths: RunPaths) -> tuple[Lead, Journal]:
     lead = Lead(paths, CONFIG, LocalAllocation(CONFIG, paths))
     journal = Journal(paths, attempt=9, job_id="7", heard=lead._journaled)
     lead._status.attempt = 9
-    lead._take_over()
+    lead._take_over(9)
     return lead, journal
 
 

@@ -264,6 +264,9 @@ SHOWN: dict[_Cell, str] = {
     ("RUN itself, as an attempt begins", "lies"): (
         "base/test_fence.py::test_an_owner_that_cannot_be_read_is_refused_by_its_file"
     ),
+    ("RUN put back to a former copy of itself, while ranks train", "fails"): (
+        "daemon/test_policy.py::test_a_wished_requeue_goes_on_without_a_save_where_none_can_succeed_in_this_attempt"
+    ),
     ("RUN itself, while ranks train", "lies"): (
         "base/test_fence.py::test_an_owner_that_cannot_be_read_is_refused_by_its_file"
     ),

@@ -14,9 +14,10 @@ from verl_slurm.base.errors import NotFound
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.journal.files import read_history
 from verl_slurm.journal.steps import every_row
-from verl_slurm.report.gather import gather, require_traces
+from verl_slurm.report.gather import gather
 from verl_slurm.report.page import chart_data, render_page
 from verl_slurm.report.report_facts import RunFacts
+from verl_slurm.runs.run_record import require_traces
 from verl_slurm.wire.reward_plan import RewardPlan, write_reward_plan
 
 OF_VERL = {"reward": "critic/score/mean", "kl": "actor/kl_loss", "policy_loss": "actor/pg_loss", "entropy": "",

@@ -64,7 +64,6 @@ class Nodes:
 
     def __init__(self, root: Path) -> None:
         self.paths = RunPaths(private_dir(root / "run"))
-        self.paths.root.mkdir(mode=0o700)
         self.disks = [root / f"n{number}" / "parts" for number in range(2)]
         store = dist.HashStore()
         self._savers: list[CheckpointSaver] = [None, None]  # type: ignore[list-item]

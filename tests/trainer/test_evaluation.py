@@ -275,7 +275,7 @@ def test_every_step_is_logged_with_times_that_the_history_does_not_have(undistur
         *("communication_share", "tokens_per_second", "actor_tokens_per_second", "memory_bytes"),
     }
     for row, metrics in zip(rows, _history(undisturbed), strict=True):
-        assert set(row) - set(metrics) - {"time", "attempt", "eval_s"} == times
+        assert set(row) - set(metrics) - {"time", "run", "attempt", "eval_s"} == times
         assert not times & set(metrics)
         assert {name: row[name] for name in metrics} == metrics
         assert 0.0 < row["actor_update_s"] + row["critic_update_s"] <= row["update_s"] < row["step_s"]
@@ -310,7 +310,7 @@ def test_the_names_that_a_configuration_may_rank_by_are_those_of_the_rows(undist
 
 def test_every_number_is_explained_in_the_document(undisturbed: RunPaths) -> None:
     text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
-    named = {name for row in last_steps(undisturbed, 10) for name in row} - {"time", "attempt"}
+    named = {name for row in last_steps(undisturbed, 10) for name in row} - {"time", "run", "attempt"}
     assert [name for name in sorted(named) if f"`{name}`" not in text] == []
 
 

@@ -13,7 +13,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from verl_slurm.base.bounded import RECORD, read_regular
+from verl_slurm.checkpoint.store.reader import CheckpointReader
+from verl_slurm.checkpoint.store.run_config import keys_for
 from verl_slurm.loops.session import Session
 
 _MOST_NAMED = 5
@@ -56,7 +57,8 @@ def tell_replaced(session: Session, now: Mapping[str, Any], remedy: str) -> None
     """Tells people which of `now` the resumed checkpoint's replace."""
     if session.rank or session.resume is None:
         return
-    data = read_regular(session.resume / "metadata.json", RECORD)
+    reader = CheckpointReader(session.resume, keys_for(session.paths.root))
+    data = reader.read("metadata.json")
     then = msgspec.json.decode(data, type=_Metadata).made_with
     differing = [f"{key}={now[key]} ({then[key]})" for key in now if key in then and now[key] != then[key]]
     if differing:
