@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.builders import RUN_ID, runtime_state
+from verl_slurm.base.files import private_dir
 from verl_slurm.base.keys import Keyring
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, Topology
@@ -123,7 +124,7 @@ def checkpoint_saver(
 ) -> CheckpointSaver:
     """A saver for `parts`; close it."""
     return CheckpointSaver(
-        RunPaths(root),
+        RunPaths(private_dir(root)),
         parts.tensors(),
         provenance(attempt),
         ALONE,

@@ -21,7 +21,6 @@ from tests.save.parts import (
     runtime,
 )
 from verl_slurm.base.errors import CheckpointCorrupt, Fenced
-from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.inspect.compare import compare
 from verl_slurm.checkpoint.store import commit
@@ -38,7 +37,7 @@ pytestmark = pytest.mark.torch
 def _save(
     root: Path, parts: Parts, state: RuntimeState | None = None, fence: Callable[[], None] = lambda: None
 ) -> SavedCheckpoint:
-    checkpoints = checkpoint_saver(private_dir(root), parts, fence=fence)
+    checkpoints = checkpoint_saver(root, parts, fence=fence)
     try:
         return checkpoints.begin(contents(state=state)).result()
     finally:
