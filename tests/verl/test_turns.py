@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.runtime_state.token_log import Call, TokenLog, call_of
 
@@ -117,7 +118,7 @@ def first_call(run: Path) -> Call:
     """The call of a session's first turn, as a process that was killed before its end would have made it."""
     engine = Engine()
     engine.stop_reason = "aborted"
-    attempt(run / "elsewhere", 1, one_turn, engine)
+    attempt(private_dir(run / "elsewhere"), 1, one_turn, engine)
     [(call, _, _)] = engine.calls
     assert call is not None
     return call
