@@ -130,7 +130,9 @@ def test_status_says_why_attempts_could_not_begin_until_one_trains(
     on_a_cluster_with(job, tmp_path, monkeypatch)
     append_event(RunPaths(run), "start_failed", before=1, detail="x is a link: move it back")
     append_event(RunPaths(run), "started", attempt=3)
+    append_event(RunPaths(run), "warning", topic="rates", text="the program's lr=1e-05 (0.01) is not used")
     said = cli("status", run).out
+    assert "WARNING, rates: the program's lr=1e-05 (0.01) is not used" in said
     assert (
         "not begun    2 attempts in a row, and the next comes by itself: x is a link: move it back\n" in said
     )

@@ -457,10 +457,17 @@ def test_a_run_that_is_away_is_not_made_again_and_saves_go_on_when_it_is_back(tm
     Life(run.life(daemon), MovesTheRun(run.paths.root), max_steps=5)
     assert [path.name for path in run.checkpoints()][-1] == "step_000005"
     assert [message.step for message in daemon.heard(Finished)] == [5]
-    assert [message.text[:19] for message in daemon.heard(RankNotice) if "not saved" in message.text] == [
-        "step 2 is not saved",
-        "step 3 is not saved",
-    ]
+    assert ["looking for the run failed" in message.reason for message in daemon.heard(RankSaveFailed)] == [
+        True
+    ] * 2
+
+
+def test_a_stop_while_the_run_is_away_is_answered_and_obeyed(tmp_path: Path) -> None:
+    run, daemon = Run(tmp_path / "run", every_steps=1), Daemon({2: stop()})
+    assert Life(run.life(daemon), MovesTheRun(run.paths.root), max_steps=5).stopped
+    assert [message.request_id for message in daemon.heard(RankSaveFailed)] == [1]
+    assert daemon.kinds()[-1] == "Stopped"
+    assert not run.paths.root.exists()
 
 
 def test_a_rate_that_the_program_changed_between_two_attempts_is_said_not_to_be_used(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ from verl_slurm.loops.hyperparameters import hyperparameters, tell_replaced
 from verl_slurm.loops.session import Session
 from verl_slurm.loops.step_end import StepEndSaver
 from verl_slurm.loops.trl_state import TrlState, innermost_sampler
-from verl_slurm.save.ranks.collective import Collective, RanksFailed
+from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.wire.messages import SaveRequest
 
 _STATE = "trainer_state.json"  # transformers.trainer.TRAINER_STATE_NAME
@@ -285,7 +285,7 @@ class VerlSlurmCallback(Served, TrainerCallback):
         if request is not None or is_last or state.global_step % saver.every_steps == 0:
             control.should_save = True
         saver.saving = False  # another callback may have called off the save before
-        if control.should_save and not self._has_run(saver, state, is_last=is_last):
+        if control.should_save and not saver.may_write(state.global_step, last=is_last):
             control.should_save = False
         # Before the Trainer writes: a save of minutes without this message counts as a hang.
         if control.should_save:
@@ -306,18 +306,6 @@ class VerlSlurmCallback(Served, TrainerCallback):
                 )
         if args.save_strategy == SaveStrategy.BEST:  # its evaluation would say whether to save
             self._strategy, args.save_strategy = args.save_strategy, SaveStrategy.STEPS
-
-    def _has_run(self, saver: StepEndSaver, state: TrainerState, *, is_last: bool) -> bool:
-        """Whether the Trainer may save now. Collective; raises RanksFailed at the last step."""
-        try:
-            saver.require_run()
-        except RanksFailed as error:
-            if is_last:
-                raise  # without its last step the run is not done
-            text = f"step {state.global_step} is not saved, and is tried again at the next save: {error.one_line()}"
-            self.session.notice(text, loud=True)
-            return False
-        return True
 
     def _fits(self, saver: StepEndSaver, request: SaveRequest) -> bool:
         """Returns whether there is time for the evaluation that is due; the same on all ranks."""
@@ -402,7 +390,7 @@ class VerlSlurmCallback(Served, TrainerCallback):
         # Saved at the step's end already; `save_strategy="epoch"` would write the same state again.
         elif self._saver.saved_step == state.global_step:
             control.should_save = False
-        if control.should_save and not self._has_run(self._saver, state, is_last=False):
+        if control.should_save and not self._saver.may_write(state.global_step, last=False):
             control.should_save = False
         if control.should_save:
             self._saver.begins(state.global_step)

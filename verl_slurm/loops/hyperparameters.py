@@ -66,5 +66,6 @@ def tell_replaced(session: Session, now: Mapping[str, Any], remedy: str) -> None
         session.notice(
             f"the program's {', '.join(differing[:_MOST_NAMED])}{more} are not used: the run goes on with those that "
             f"it began with, in brackets, which are restored with its state. {remedy}",
+            topic="rates",
             loud=True,
         )

@@ -358,6 +358,21 @@ class StepEndSaver:
         """Raises RanksFailed if RUN is not there: a framework that saves now would make it again. Collective."""
         self.ranks.together("looking for the run", self.session.paths.root.stat)
 
+    def may_write(self, step: int, *, last: bool) -> bool:
+        """Returns whether a framework may write its save of `step`. Where not, that save has failed. Collective.
+
+        Raises RanksFailed: the last one has.
+        """
+        try:
+            self.require_run()
+        except RanksFailed as error:
+            request, self.request = self.request, None
+            failure = self._failed(step, error, request)
+            if last:
+                raise failure from None
+            return False
+        return True
+
     def begins(self, step: int) -> None:
         """Marks the begin of the save of `step`, after its `step_done`. A framework that writes by itself calls this
         before; otherwise `save` does.
@@ -500,7 +515,7 @@ class StepEndSaver:
             # Set before `saving` is cleared: `_is_busy` must not see a gap between the two.
             self._pending = self._pool.submit(self._commit, save, commit, request, why, last)
         except RanksFailed as error:
-            return self._failed(save, error, request)
+            return self._failed(step, error, request)
         finally:
             self.saving, self._announced = False, -1
         # A request is answered before the loop goes on to leave; a periodic save ends beside the next steps.
@@ -571,7 +586,7 @@ class StepEndSaver:
             done = commit()
             self._side.first_does("removing older checkpoints", lambda: self._keep(done, request))
         except RanksFailed as error:
-            return self._failed(save, error, request)
+            return self._failed(save.step, error, request)
         if done.on_shared:
             # Set by the commit thread with `beside`; the loop reads it after `settle` has waited for that thread.
             self.saved_step = save.step
@@ -597,7 +612,7 @@ class StepEndSaver:
         else:
             self._keeper.failed(done.problem)
 
-    def _failed(self, save: LoopSave, error: RanksFailed, request: SaveRequest | None) -> RanksFailed:
+    def _failed(self, step: int, error: RanksFailed, request: SaveRequest | None) -> RanksFailed:
         # A failed save costs that save alone: the previous checkpoint counts, and training goes on.
         self.session.save_failed(request.request_id if request else 0, error.one_line())
         if self._keeper is not None:
@@ -606,7 +621,7 @@ class StepEndSaver:
             self._keeper.failed(error.one_line())
         # By class name: another rank may have raised the error, and its text and class name are what travels.
         if Fenced.__name__ in error.kinds:
-            where = self.session.paths.checkpoint(save.step)
+            where = self.session.paths.checkpoint(step)
             raise Fenced("a newer attempt owns the run", where=where, found=error.found) from error
         return error
 

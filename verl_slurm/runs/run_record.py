@@ -16,7 +16,7 @@ from verl_slurm.base.fence import read_copy
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
-from verl_slurm.config.load import load_resolved
+from verl_slurm.config.load import load_resolved, no_run
 from verl_slurm.journal.events import Cluster, Ended
 from verl_slurm.journal.files import read_history
 from verl_slurm.journal.history import Submission
@@ -37,14 +37,7 @@ def require_traces(paths: RunPaths) -> RunPaths:
         raise PermissionRefused("the run cannot be read", where=paths.root, remedy="ask its owner for access")
     traces = (paths.run_yaml, paths.events, paths.steps, paths.status, paths.checkpoints)
     if not any(os.path.lexists(trace) for trace in traces):
-        raise NotFound(
-            "not a run directory",
-            where=paths.root,
-            expected=f"one of {', '.join(trace.name for trace in traces)}",
-            remedy=f"it has runs below it: give one of them, or {shell_word(paths.root)}/* for all"
-            if any(paths.root.glob("*/run.yaml"))
-            else "give the run directory that submit printed; `verl-slurm list` shows those below runs/",
-        )
+        raise no_run(paths.run_yaml)
     return paths
 
 

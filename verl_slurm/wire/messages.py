@@ -62,7 +62,7 @@ MAX_STORY = 4000
 `wire.client.MAX_MESSAGE` ends the line."""
 
 Topic = Literal[
-    "cadence", "storage", "partial", "frozen", "evaluation", "reward", "device", "ledger", "engine"
+    "cadence", "storage", "partial", "frozen", "evaluation", "reward", "device", "ledger", "engine", "rates"
 ]
 """Topics of a `RankNotice`."""
 

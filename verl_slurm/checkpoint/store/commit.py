@@ -272,7 +272,7 @@ def _seal_file(root: int, name: str) -> FileEntry:
 def _check_sealed(staging: StagingDirectory, manifest: Manifest) -> None:
     wanted = {entry.path: entry.size for entry in manifest.files}
     with open_directory(staging.directory) as root:
-        # All else that is there, nobody made durable.
+        # All else that is there was not made durable.
         # Sizes alone: every byte is read back by the lead's verification after the commit.
         there = {e.path: (e.kind, e.info.st_size) for e in list_tree(root) if e.kind != "directory"}
     wrong = [f"{path}: not sealed" for path in sorted(there.keys() - wanted.keys())]

@@ -49,7 +49,7 @@ class LoopSave:
         parent: name of the checkpoint that this attempt resumed from; None: it began from nothing.
         metrics: of the step that it ends; numbers that are not finite are left out.
         metadata: for people, e.g. the versions of the guest's libraries.
-        config: YAML, what the ranks were started with; empty: as RUN has it.
+        config: YAML, for a run that has lost its own; empty: as run.yaml has it.
         began: `time.monotonic` when the save began; None: now.
     """
 
@@ -232,7 +232,7 @@ def data_digest(paths: RunPaths) -> str:
 
 
 def small_files(paths: RunPaths, save: LoopSave) -> dict[str, bytes]:
-    """Returns the files of `GUEST_FILES`. Reads the run's configuration, unless the save has it."""
+    """Returns the files of `GUEST_FILES`. Reads the run's configuration, where that is left."""
     metadata = {
         **save.metadata,
         "step": save.step,
@@ -242,9 +242,11 @@ def small_files(paths: RunPaths, save: LoopSave) -> dict[str, bytes]:
         "metrics": metrics_of(save.metrics),
     }
     # run.yaml configures the next start, and may have been edited since this one read it.
-    config = paths.trained_with if paths.trained_with.exists() else paths.run_yaml
+    is_there = paths.trained_with.exists()
     small = (
-        save.config or read_regular(config, CONFIG),
+        read_regular(paths.trained_with, CONFIG)
+        if is_there
+        else save.config or read_regular(paths.run_yaml, CONFIG),
         msgspec.json.format(msgspec.json.encode(metadata), indent=1) + b"\n",
         render_schema(current_schema()),
     )

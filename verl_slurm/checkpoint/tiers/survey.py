@@ -43,7 +43,7 @@ from verl_slurm.checkpoint.tiers.tier_plan import TierCopy, TierState
 from verl_slurm.config.checks.tiers import LOCAL_TIER, is_s3
 from verl_slurm.config.schema import RunConfig, TierConfig
 
-ENTRY_POINTS = "verl_slurm.checkpoint.tiers"
+ENTRY_POINTS = "verl_slurm.tiers"
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 

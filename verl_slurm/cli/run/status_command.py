@@ -251,7 +251,7 @@ def _code_words(run: RunPaths, events: list[Event]) -> list[str]:
         return [f"unknown: {error}"]
     lines = [] if record is None else record.lines()
     # Of the newest attempt: a later one may have found the former packages again.
-    warned = _warned(since(events, Started, Submitted), "code", "packages")
+    warned = _warned(since(events, Started, Submitted), "code", "packages", "rates")
     return lines + [f"WARNING, {event.topic}: {event.text}" for event in reversed(warned)]
 
 
