@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 import msgspec
 
 from verl_slurm.base.fence import take_attempt
-from verl_slurm.base.mounts import file_system
+from verl_slurm.base.kernel_facts import file_system
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.journal.steps import last_steps
 from verl_slurm.runtime_state.format import Arrays

@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 import numpy as np
 
 from verl_slurm.base.files import private_dir
-from verl_slurm.base.mounts import file_system
+from verl_slurm.base.kernel_facts import file_system
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.runtime_state.ledger import Index
 from verl_slurm.runtime_state.rollout_records import Responses, RolloutLedger

@@ -22,7 +22,7 @@ import stringzilla
 
 from benchmarks.save.machine import drop_caches
 from benchmarks.save.reading import read_all
-from verl_slurm.base.digest import num_threads
+from verl_slurm.base.files import num_threads
 from verl_slurm.base.tree import open_directory
 from verl_slurm.checkpoint.format.specification import FileEntry
 from verl_slurm.checkpoint.hashing import Hasher, process_hasher

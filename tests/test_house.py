@@ -97,8 +97,7 @@ def test_an_unquoted_word_of_a_command_is_found() -> None:
 
 BY_NAME = {
     "cli/setup/demo_run.py",  # its own run
-    "base/memory.py",  # /proc and /sys
-    "base/mounts.py",  # /proc
+    "base/kernel_facts.py",  # /proc and /sys
     "base/packages.py",  # its own metadata
     "base/processes.py",  # /proc
     "checks/fire_drill.py",  # its own directory

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.records import SaveFigures
-from verl_slurm.base.memory import available_memory
+from verl_slurm.base.kernel_facts import available_memory
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.save.ranks.staging import Staging
 from verl_slurm.save.writer.protocol import Write

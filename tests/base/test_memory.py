@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_slurm.base.memory import available_memory, oom_kills
+from verl_slurm.base.kernel_facts import available_memory, oom_kills
 
 
 def test_memory_is_the_least_that_machine_and_control_groups_leave(tmp_path: Path) -> None:

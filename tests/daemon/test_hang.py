@@ -6,7 +6,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
-from verl_slurm_daemon.decide.hang import HangWatch
+from verl_slurm_daemon.decide.rank_pace import HangWatch
 from verl_slurm_daemon.lead import pace_watch as module
 from verl_slurm_daemon.lead.pace_watch import PaceWatch
 

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from verl_slurm_daemon.lead.scrubbing import scrub_next
 
 from tests.checkpoint.sealed import KEYS, save_sealed
 from tests.cli.test_checkpoints import make_run, save
@@ -11,6 +10,7 @@ from verl_slurm.base.errors import Fenced
 from verl_slurm.base.fence import take_attempt
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.frozen import store_frozen
+from verl_slurm.checkpoint.store.scrub import scrub_next
 from verl_slurm.config.schema import CheckpointConfig
 from verl_slurm.dataset.fingerprint.data_record import fingerprint
 from verl_slurm.journal.files import append_event, read_history

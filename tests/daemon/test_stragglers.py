@@ -4,7 +4,7 @@ import itertools
 import statistics
 
 import pytest
-from verl_slurm_daemon.decide.stragglers import StragglerWatch, _median_without
+from verl_slurm_daemon.decide.rank_pace import StragglerWatch, _median_without
 from verl_slurm_daemon.lead.pace_watch import PaceWatch
 
 from tests.builders import run_config

@@ -9,7 +9,7 @@ import pytest
 
 from verl_slurm.base import mounts
 from verl_slurm.base.errors import DatasetDrift
-from verl_slurm.base.mounts import file_system, keeps_ctime, parse_mounts
+from verl_slurm.base.kernel_facts import file_system, keeps_ctime, parse_mounts
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.dataset.fingerprint import cache as hash_cache, data_record as prints
 from verl_slurm.dataset.fingerprint.cache import decode, default_path, encode, settled

@@ -8,6 +8,7 @@ applications recover from fsync failures?", USENIX ATC 2020).
 """
 
 import errno
+import hashlib
 import os
 import secrets
 import stat
@@ -25,6 +26,8 @@ _MAX_PRIVATE = 1 << 20
 # one that is open by accident, and gives the group to the files in it.
 _SHARED = 0o2750
 _GROUP_READS = 0o040
+# 4 MiB: above 1 MiB the speed no longer depends on it (1.7 GB/s a core with SHA extensions).
+_HASHED = 4 << 20
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
@@ -438,3 +441,21 @@ def read_private(path: Path) -> bytes:
                 expected=f"at most {_MAX_PRIVATE}",
             )
         return file.read(_MAX_PRIVATE)
+
+
+def hash_fd(fd: int) -> tuple[int, str]:
+    """Returns size in bytes and SHA-256 (hex) of all that `fd` holds, read from its start. May raise OSError."""
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+    digest = hashlib.sha256()
+    size = 0
+    buffer = memoryview(bytearray(min(_HASHED, max(os.fstat(fd).st_size, 4096))))
+    while count := os.preadv(fd, [buffer], size):
+        digest.update(buffer[:count])
+        size += count
+    return size, digest.hexdigest()
+
+
+def num_threads() -> int:
+    """Returns the number of hashing threads: the cores we may use, at most 8 (beyond that storage is the limit)."""
+    # hashlib releases the interpreter lock for blocks above 2 KiB, so threads use all cores.
+    return max(1, min(8, len(os.sched_getaffinity(0))))

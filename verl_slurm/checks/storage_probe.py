@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from verl_slurm.base.files import open_new, rename
-from verl_slurm.base.mounts import file_system
+from verl_slurm.base.kernel_facts import file_system
 from verl_slurm.checks import Finding, bad, good, warn
 
 _BYTES = 64 << 20

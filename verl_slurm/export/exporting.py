@@ -31,12 +31,12 @@ from verl_slurm.checkpoint.format.specification import CHAT_TEMPLATE, Manifest
 from verl_slurm.checkpoint.inspect.contents import Look
 from verl_slurm.checkpoint.store.run_config import keys_for
 from verl_slurm.checkpoint.store.verify import verify
-from verl_slurm.checkpoint.store.whole_output import require_free, whole_output
 from verl_slurm.config.roles import Role
 from verl_slurm.dataset.fingerprint.data_record import fingerprint
 from verl_slurm.dataset.fingerprint.entries import recorded_tree
 from verl_slurm.dataset.prompts.chat_template import model_template, same_template
 from verl_slurm.export.model_dir import is_small, small_digests
+from verl_slurm.export.whole_output import require_free, whole_output
 
 Layout = Literal["hf", "single-file", "split"]
 

@@ -23,7 +23,7 @@ from watchdog.observers.polling import PollingObserver
 from verl_slurm.base.bounded import TooMuch, open_regular
 from verl_slurm.base.errors import SlurmMissing
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.base.mounts import is_remote
+from verl_slurm.base.kernel_facts import is_remote
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import is_run
 from verl_slurm.journal import events as ev

@@ -24,13 +24,13 @@ from pathlib import Path
 import msgspec
 
 from verl_slurm.base.bounded import Limit, TooMuch, read_fd
-from verl_slurm.base.digest import num_threads
 from verl_slurm.base.errors import UNREADABLE
+from verl_slurm.base.files import num_threads
 from verl_slurm.base.one_line import printable
 from verl_slurm.base.tree import Entry, list_tree, open_below, open_directory
 from verl_slurm.checkpoint.format.info import Problem, ProblemKind
 from verl_slurm.checkpoint.format.specification import MAX_FILES, path_problem
-from verl_slurm.checkpoint.store.safetensors_file import safetensors_problem
+from verl_slurm.export.safetensors_file import safetensors_problem
 from verl_slurm.verl.step_layout import StepLayout, missing_beside, read_layout, step_of
 from verl_slurm.verl.torch_zip import zip_problem
 

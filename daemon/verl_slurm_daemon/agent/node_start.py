@@ -13,7 +13,7 @@ import msgspec
 
 from verl_slurm.base.errors import NOT_SET_UP, ConfigError
 from verl_slurm.base.files import open_log, write_file
-from verl_slurm.base.memory import available_memory
+from verl_slurm.base.kernel_facts import available_memory
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.search_path import PYTHONPATH
 from verl_slurm.config.schema import RunConfig

@@ -31,7 +31,7 @@ from types import FrameType
 
 import psutil
 
-from verl_slurm.base.memory import oom_kills
+from verl_slurm.base.kernel_facts import oom_kills
 from verl_slurm.base.processes import become_subreaper, die_with_parent
 from verl_slurm.wire.environment import HOST_PID_VARIABLE, RESTART_VARIABLE
 from verl_slurm.wire.standing_by import Orders

@@ -6,13 +6,16 @@ Every effect runs as a task of its own and reports by an event. The loop waits f
 
 import asyncio
 import contextlib
+import time
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import assert_never
 
 from verl_slurm.base.bounded import TooMuch
-from verl_slurm.base.errors import KeyRefused, is_transient_storage_error
+from verl_slurm.base.errors import KeyRefused, VerlSlurmError, is_transient_storage_error
 from verl_slurm.base.keys import load_keys
 from verl_slurm.base.one_line import shell_word
+from verl_slurm.checkpoint.store.scrub import SETTLE_S, scrub_next
 from verl_slurm.journal import events as ev
 from verl_slurm.journal.files import read_history
 from verl_slurm.wire.lead_file import remove_lead_address
@@ -22,7 +25,6 @@ from verl_slurm_daemon.lead.attempt_start import answered, patiently
 from verl_slurm_daemon.lead.requeueing import requeue
 from verl_slurm_daemon.lead.restarts import Restarts
 from verl_slurm_daemon.lead.resume import ReadBack, read_back
-from verl_slurm_daemon.lead.scrubbing import scrub_forever
 from verl_slurm_daemon.lead.tier_child import TierMover
 
 
@@ -53,7 +55,7 @@ class Effects:
         if not self._is_open:
             self._is_open = True
             attempt.spawn(self._mover.run(), aside="the mover of checkpoints")
-            attempt.spawn(scrub_forever(attempt, self.restarts.bring_home), aside="the scrub")
+            attempt.spawn(_scrub_forever(attempt, self.restarts.bring_home), aside="the scrub")
 
     async def close(self) -> None:
         # First: they hear it over the port that is closed below.
@@ -155,3 +157,21 @@ class Effects:
             stuck = history.stuck
             reason = history.no_progress(f"verl-slurm logs {shell_word(paths.root)}")
         self.attempt.post(inputs.BackoffOver(stuck, reason))
+
+
+async def _scrub_forever(attempt: Attempt, bring_home: Callable[[str], Awaitable[bool]]) -> None:
+    """Reads checkpoints and frozen models back until cancelled. No error here ends a run; errors are recorded."""
+    config, given = attempt.config.checkpoint, (attempt.paths, attempt.config.checkpoint, attempt.number)
+    pause = min(SETTLE_S, config.scrub_every_h * 1800)
+    while config.scrub_every_h > 0:
+        await asyncio.sleep(pause)  # the due time, computed from the journal
+        try:
+            pause, told = await asyncio.to_thread(scrub_next, *given, time.time(), attempt.keys)
+        except (OSError, VerlSlurmError) as error:
+            pause, told = SETTLE_S, ev.Scrubbed(False, detail=str(error))
+        if told is None:
+            continue
+        attempt.journal.write(told)
+        of_checkpoint = not told.name.startswith("frozen/")  # nodes have no copy of a frozen model
+        if not told.good and of_checkpoint and config.local_dir:
+            await bring_home("")

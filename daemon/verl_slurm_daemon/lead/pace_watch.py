@@ -1,5 +1,4 @@
-"""Keeps the pace of one restart from its ranks' messages: waits for a hang (`hang.py`), and names stragglers
-(`stragglers.py`).
+"""Keeps the pace of one restart from its ranks' messages: waits for a hang, and names stragglers (`decide.rank_pace`).
 
 Time during which this process itself stood still does not count as silence.
 """
@@ -12,8 +11,7 @@ from typing import Self
 from verl_slurm.config.schema import DaemonConfig, RunConfig
 from verl_slurm.journal.events import Notice, Warned
 from verl_slurm.wire.messages import Finished, FromRank, Progress, RankStarted, SaveStarted
-from verl_slurm_daemon.decide.hang import HangWatch
-from verl_slurm_daemon.decide.stragglers import StragglerWatch
+from verl_slurm_daemon.decide.rank_pace import HangWatch, StragglerWatch
 
 _HANG_FACTOR = 5.0
 """A rank counts as hung after this many times the longest pause so far."""

@@ -27,7 +27,6 @@ from verl_slurm.wire.lead_file import LeadAddress, write_lead_address
 from verl_slurm_daemon.allocation.contract import TooFewNodes
 from verl_slurm_daemon.allocation.launcher import daemon_argv
 from verl_slurm_daemon.decide import inputs
-from verl_slurm_daemon.decide.completion import nothing_left
 from verl_slurm_daemon.lead.agents_step import Step
 from verl_slurm_daemon.lead.attempt import Attempt
 from verl_slurm_daemon.lead.attempt_start import ENVIRONMENT, failed_code, require_mounted, spoken
@@ -39,6 +38,7 @@ from verl_slurm_daemon.lead.resume import (
     Verdicts,
     find_resume_point,
     fit_ranks,
+    nothing_left,
     wait_for_checkpoints,
 )
 from verl_slurm_daemon.lead.service_hosts import Services

@@ -47,6 +47,7 @@ from verl_slurm.containers.runtimes import contained_argv
 from verl_slurm.journal import events as ev
 from verl_slurm.journal.events import Resume, Warned
 from verl_slurm.journal.files import read_history
+from verl_slurm.journal.history import History
 from verl_slurm.runtime_state.segment import HEAD_BYTES
 from verl_slurm.verl.reshard.checkpoint import prepare_start
 from verl_slurm_daemon.decide.lead_model import IN_PLACE_S
@@ -393,3 +394,25 @@ async def fit_ranks(config: RunConfig, point: ResumePoint, leaving: asyncio.Even
         took_s = round(time.monotonic() - began, 3)
         journal.write(ev.Resharded(point.name, before, ranks, took_s, made.num_bytes))
     return True
+
+
+def nothing_left(
+    config: RunConfig, manifest: Manifest | None, history: History, job_id: str, array: str | None
+) -> str:
+    """Returns why nothing is left to do after this checkpoint, which is verified; empty: something is. Pure.
+
+    A guest's loop counts as done if this very job, or an earlier task of its `array`, ended well with this checkpoint,
+    and no new submission came since.
+    """
+    # Slurm may start a job again that has ended well (23.02 to 25.11 do so after a preemption,
+    # docs/slurm-versions.md), and the tasks of a chain follow one another whatever became of the run.
+    if manifest is None:
+        return ""
+    if not config.trainer.is_guest:
+        # A safe point lies within a step: the last one is then still to be finished.
+        whole = manifest.safe_point == 0 and manifest.step >= config.train.steps
+        return f"all {config.train.steps} steps are done: {manifest.name}" if whole else ""
+    # The length of a guest's loop is known to its own program, which may have been changed since.
+    if history.ended_well_with(manifest.name, job_id, array):
+        return f"the loop has ended with {manifest.name}"
+    return ""

@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from verl_slurm.base.digest import num_threads
 from verl_slurm.base.errors import CheckpointCorrupt
+from verl_slurm.base.files import num_threads
 from verl_slurm.base.tree import open_below
 from verl_slurm.checkpoint.format.encryption import TAG_BYTES, ChunkOpener
 from verl_slurm.checkpoint.format.specification import CHUNK_BYTES, FileEntry

@@ -19,9 +19,8 @@ from pathlib import Path
 
 import msgspec
 
-from verl_slurm.base.digest import num_threads
 from verl_slurm.base.errors import CheckpointCorrupt, VerlSlurmError
-from verl_slurm.base.files import fsync_path, private_dir, write_file
+from verl_slurm.base.files import fsync_path, num_threads, private_dir, write_file
 from verl_slurm.base.keys import Keyring
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.tree import list_tree, names_in, open_below, open_directory

@@ -10,11 +10,11 @@ from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.specification import MANIFEST
 from verl_slurm.checkpoint.store.commit import StagingDirectory
-from verl_slurm.checkpoint.store.whole_output import require_free, whole_output
 from verl_slurm.cli.checkpoint.verify_command import one_checkpoint
 from verl_slurm.cli.command_options import PLACE, RUN, Whole, command, flag, option
 from verl_slurm.cli.show import render
 from verl_slurm.containers.runtimes import contained_argv
+from verl_slurm.export.whole_output import require_free, whole_output
 from verl_slurm.verl.reshard.checkpoint import (
     DivisionSource,
     Made,

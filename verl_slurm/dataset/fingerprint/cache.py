@@ -15,7 +15,7 @@ inode is made (so a reused inode number, on NFS or a local disk, is seen), and n
 device is no part of it: each node has another one for the same file system. Two kinds of files are therefore never
 cached, and read at each look:
 
-* files on a file system for which this is not known (see `base.mounts`), on the node that looks;
+* files on a file system for which this is not known (see `base.kernel_facts`), on the node that looks;
 * files whose stamp was less than a minute old, or in the future, when the hashing began (git calls them racy). They
   could be written again without a new stamp: within the same clock tick (0.01 s), or second (2 s on old file systems),
   by the clock of a server that differs from ours, or through a mapping: a dirty page gets no new stamp until it was
@@ -38,7 +38,7 @@ import msgspec
 from verl_slurm.base.bounded import Limit, check_json, decode_json, open_regular, read_fd
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.files import private_dir, write_file
-from verl_slurm.base.mounts import keeps_ctime
+from verl_slurm.base.kernel_facts import keeps_ctime
 from verl_slurm.dataset.fingerprint.file_hashing import Hashed, ListedFile
 
 _LIMIT = Limit(num_bytes=256 << 20, num_values=8_000_000)

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from verl_slurm.base.bounded import TooMuch, open_regular
-from verl_slurm.base.digest import hash_fd, num_threads
+from verl_slurm.base.files import hash_fd, num_threads
 from verl_slurm.dataset.fingerprint import small_files
 from verl_slurm.dataset.fingerprint.small_files import NO_DIGEST, RECORD, read_files
 

@@ -18,9 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from verl_slurm.base import bounded
-from verl_slurm.base.digest import num_threads
 from verl_slurm.base.errors import Fenced
-from verl_slurm.base.files import fsync_path, private_dir, rename, write_file, write_new
+from verl_slurm.base.files import fsync_path, num_threads, private_dir, rename, write_file, write_new
 from verl_slurm.dataset.fingerprint.entries import FileDigest, Fingerprint, recorded_tree, render
 
 _BLOCK = 4 << 20

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.base.memory import available_memory
+from verl_slurm.base.kernel_facts import available_memory
 from verl_slurm.config.schema import EncryptionConfig
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.save.ranks.layout import Layout, plan_layout

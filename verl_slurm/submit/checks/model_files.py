@@ -24,10 +24,10 @@ from verl_slurm.base.bounded import (
 )
 from verl_slurm.base.errors import UNREADABLE, ConfigError, DataError, VerlSlurmError
 from verl_slurm.base.one_line import counted, shell_word
-from verl_slurm.checkpoint.store.safetensors_file import read_header, safetensors_problem
 from verl_slurm.config.checks import Complaint
 from verl_slurm.config.families import FAMILIES, family_complaints, family_notes
 from verl_slurm.config.schema import BUILTIN, DistributedConfig, RunConfig
+from verl_slurm.export.safetensors_file import read_header, safetensors_problem
 from verl_slurm.program.git import is_lfs_pointer
 
 T = TypeVar("T")

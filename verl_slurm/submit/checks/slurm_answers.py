@@ -19,7 +19,7 @@ from typing import Literal
 import msgspec
 
 from verl_slurm.base.errors import ConfigError, NotFound, SlurmMissing, SlurmRefused
-from verl_slurm.base.mounts import file_system
+from verl_slurm.base.kernel_facts import file_system
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.info import CheckpointInfo

@@ -18,8 +18,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from verl_slurm.base.digest import hash_fd, num_threads
 from verl_slurm.base.errors import DataError, DatasetDrift, VerlSlurmError
+from verl_slurm.base.files import hash_fd, num_threads
 from verl_slurm.base.scratch import Scratch
 from verl_slurm.dataset.fingerprint.file_hashing import Stamp, stamp_of
 from verl_slurm.wire.environment import CONTROL_VARIABLE

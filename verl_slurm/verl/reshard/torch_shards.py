@@ -48,9 +48,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from verl_slurm.base.bounded import CONFIG, read_fd
-from verl_slurm.base.digest import num_threads
 from verl_slurm.base.errors import CheckpointCorrupt, VerlSlurmError
-from verl_slurm.base.files import open_new, write_file
+from verl_slurm.base.files import num_threads, open_new, write_file
 from verl_slurm.base.tree import list_tree, open_below, open_directory
 from verl_slurm.verl.reshard.dividing import (
     END,
