@@ -432,3 +432,16 @@ def test_a_job_that_another_cluster_of_a_federation_started_is_of_that_one() -> 
     job = History([ev.Submitted(slurm="a", job_id="7"), ev.Started(slurm="b", attempt=1, job_id="7")]).job
     assert job is not None
     assert (job.slurm, job.queued_by_us) == ("b", False)
+
+
+def test_a_job_that_has_ended_before_submit_says_its_word_has_ended() -> None:
+    begun: list[ev.Event] = [
+        ev.Started(attempt=1, job_id="7"),
+        ev.Ended(exit_code=0, exit="done", job_id="7"),
+    ]
+    late = [*begun, ev.Submitted(job_id="7")]
+    assert isinstance(History(late).word, ev.Ended)
+    assert History(late).has_ended("7")
+    # Numbers come again.
+    assert isinstance(History([*late, ev.Submitted(job_id="7")]).word, ev.Submitted)
+    assert isinstance(History([*begun, ev.Submitted(job_id="8")]).word, ev.Submitted)

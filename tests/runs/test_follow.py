@@ -6,7 +6,11 @@ import pytest
 
 from tests.lines import follow_lines
 from tests.many_runs import make_run
-from verl_slurm.journal.events import Event
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.files import private_dir
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.journal.events import Ended, Event, Started, Submitted
+from verl_slurm.journal.files import append_event
 from verl_slurm.runs.follow import follow_run
 
 
@@ -63,3 +67,15 @@ def test_an_error_of_who_is_told_is_not_taken_for_a_missing_journal(tmp_path: Pa
 
     with pytest.raises(FileNotFoundError, match="own file"):
         follow_run(paths, 0, told)
+
+
+def test_a_job_that_ends_before_submit_says_its_word_has_ended_with_its_own_code(tmp_path: Path) -> None:
+    paths, told = RunPaths(private_dir(tmp_path / "run")), list[Event]()
+    for event in (
+        Started(attempt=1, job_id="7"),
+        Ended(0, "done", job_id="7"),
+        Submitted("local", job_id="7"),
+    ):
+        append_event(paths, event)
+    assert follow_run(paths, 0, told.append) == ExitCode.OK
+    assert [type(event).__name__ for event in told] == ["Started", "Ended", "Submitted"]

@@ -324,6 +324,9 @@ class History:
         if isinstance(event, ev.Foreign):
             self.foreign.append(event)
             return
+        if isinstance(event, ev.Submitted) and self._is_late(event):
+            self._known_jobs[event.job_id or ""] = (event.slurm, True)
+            return
         self.last, now = event, event.at
         self._feed_jobs(event)
         if isinstance(event, ev.Other):
@@ -387,6 +390,12 @@ class History:
             if self.job is None or job_id != self.job.job_id:
                 self.job = Submission(job_id=job_id, cluster=self._cluster, host=self._host)
             self.job = msgspec.structs.replace(self.job, slurm=slurm, queued_by_us=by_us)
+
+    def _is_late(self, event: ev.Submitted) -> bool:
+        # The command writes it after sbatch has answered, and may have been stopped in between: its job has ended, and
+        # no other begins. A number that was submitted before has come again.
+        job_id = event.job_id or ""
+        return self.has_ended(job_id) and not self.was_queued(job_id)
 
     def has_ended(self, job_id: str) -> bool:
         """Whether the last word of this job is an end that is not a requeue."""
