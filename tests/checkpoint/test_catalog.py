@@ -32,10 +32,15 @@ def test_entries_are_classed_and_the_newest_comes_first(
         ("torn", 11, 0),
         ("torn", 3, 0),
         ("quarantined", 4, 0),
-        ("foreign", -1, -1),
-        ("foreign", -1, -1),
+        ("foreign", 6, 0),
+        ("foreign", 5, 0),
         ("foreign", -1, -1),
     ]
+    details = [info.detail for info in list_checkpoints(paths) if info.kind == "foreign"]
+    assert f"found a link to {paths.checkpoint(2)}" in details[0]
+    assert "move the real one here" in details[0]
+    assert "found something else" in details[1]
+    assert details[2] == "not a checkpoint's name"
     newest = list_checkpoints(paths)[0]
     assert (newest.attempt, newest.world_size, newest.phase) == (1, 2, "step_end")
     assert newest.num_bytes > 0

@@ -85,16 +85,16 @@ def test_when_everything_is_damaged_the_run_starts_over_and_says_so(save: Save, 
     assert len(choice.set_aside) == 2
 
 
-def test_what_cannot_be_judged_is_passed_over_but_never_thrown_away(save: Save, paths: RunPaths) -> None:
+def test_a_newest_that_others_may_write_is_refused_with_the_way_on_and_not_passed_over(
+    save: Save, paths: RunPaths
+) -> None:
     save(1)
     newest = save(2)
     (newest / "config.yaml").chmod(0o622)
-    assert choose_resume(paths, "auto").name == "step_000001"
-    assert newest.exists()
-    (paths.checkpoint(1) / "config.yaml").chmod(0o622)
-    with pytest.raises(PermissionRefused, match="chmod -R go-w"):
+    with pytest.raises(PermissionRefused, match=f"chmod -R go-w {paths.root}"):
         choose_resume(paths, "auto")
-    assert newest.exists()
+    (newest / "config.yaml").chmod(0o600)
+    assert choose_resume(paths, "auto").path == newest
 
 
 def test_an_explicit_path_or_name_is_taken_when_it_verifies(

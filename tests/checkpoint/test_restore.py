@@ -1,25 +1,27 @@
 import pytest
 from hypothesis import given, strategies as st
 
+from tests.builders import make_manifest
 from verl_slurm.checkpoint.decide.restore import decide_resume
 from verl_slurm.checkpoint.format.info import Problem, ProblemKind, Verdict
 
 KINDS: tuple[ProblemKind, ...] = ("damaged", "unreadable", "untrusted", "version", "key")
 
 
-def verdict(name: str, *kinds: ProblemKind) -> Verdict:
+def verdict(name: str, kinds: list[ProblemKind], has_manifest: bool) -> Verdict:
     problems = tuple(Problem(path="f", what="wrong", kind=kind) for kind in kinds)
-    return Verdict(name=name, ok=not kinds, problems=problems, manifest=None, num_bytes=0, seconds=0.0)
+    manifest = make_manifest(name=name) if has_manifest else None
+    return Verdict(name=name, ok=not kinds, problems=problems, manifest=manifest, num_bytes=0, seconds=0.0)
 
 
 @pytest.mark.scenario("FLT-A")
-@given(st.lists(st.lists(st.sampled_from(KINDS), max_size=2), max_size=6))
+@given(st.lists(st.tuples(st.lists(st.sampled_from(KINDS), max_size=2), st.booleans()), max_size=6))
 def test_the_newest_that_verifies_is_used_and_none_that_may_be_good_is_passed_over(
-    problems: list[list[ProblemKind]],
+    problems: list[tuple[list[ProblemKind], bool]],
 ) -> None:
-    """`problems`: of each checkpoint, newest first; none: it is good."""
+    """`problems`: of each checkpoint, newest first, and whether its manifest verified; no problem: it is good."""
     names = [f"step_{9 - place:06d}" for place in range(len(problems))]
-    found = {name: verdict(name, *kinds) for name, kinds in zip(names, problems, strict=True)}
+    found = {name: verdict(name, *one) for name, one in zip(names, problems, strict=True)}
     asked: dict[str, Verdict] = {}
     entries = [*reversed(names), ".step_000012.0a0b0c0d.tmp", "quarantine", "notes", "latest"]
     while (decision := decide_resume(entries, asked)).action == "verify":
@@ -29,8 +31,11 @@ def test_the_newest_that_verifies_is_used_and_none_that_may_be_good_is_passed_ov
     assert list(asked) == names[: len(asked)]
     read = [found[name] for name in asked]
     assert decision.set_aside == tuple(one.name for one in read if one.damaged)
-    passed_over = read[:-1] if decision.action in ("use", "wait") or len(read) < len(names) else read
+    is_last = bool(read) and decision.name == read[-1].name
+    passed_over = read[:-1] if is_last or len(read) < len(names) else read
     assert not any(one.unreadable for one in passed_over)
+    # Every byte of it is as it was saved, and the next command makes it good.
+    assert not any(one.manifest and {p.kind for p in one.problems} == {"untrusted"} for one in passed_over)
     if decision.action == "use":
         assert read[-1].ok
         assert decision.name == read[-1].name

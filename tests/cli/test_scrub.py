@@ -1,5 +1,7 @@
 """`verl-slurm verify --scrub`: everything is read, what is damaged is set aside, the data set included in the look."""
 
+import errno
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 
 from tests.builders import write_config
 from tests.checkpoint.sealed import save_sealed
+from tests.checkpoint.test_components import save_partial
 from tests.cli.test_checkpoints import make_run, save
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.keys import new_key_file
@@ -47,6 +50,104 @@ def test_what_is_well_is_said_in_a_line_each_and_what_is_damaged_set_aside(cli: 
     assert not run.checkpoint(20).exists()
     assert cli("verify", run.root, "--scrub").code == ExitCode.OK
     assert cli("verify", run.root, "--dry-run").code == ExitCode.USAGE
+
+
+@pytest.mark.parametrize("fault", ["no manifest", "a cut manifest", "another run's", "a link"])
+def test_a_checkpoint_that_lost_its_manifest_or_is_none_of_the_runs_is_bad(
+    cli: Cli, run: RunPaths, tmp_path: Path, fault: str
+) -> None:
+    newest = run.checkpoint(20)
+    if fault == "no manifest":
+        (newest / "manifest.json").unlink()
+    elif fault == "a cut manifest":
+        os.truncate(newest / "manifest.json", 40)
+    elif fault == "another run's":
+        shutil.rmtree(newest)
+        other = make_run(tmp_path / "other")
+        other.run_id.write_text("fedcba9876543210\n")
+        shutil.copytree(save(other, 20), newest)
+    else:
+        newest.rename(tmp_path / "disk")
+        newest.symlink_to(tmp_path / "disk")
+    assert cli("verify", run.root).code == ExitCode.CORRUPT
+    result = cli("verify", run.root, "--scrub")
+    assert result.code == ExitCode.CORRUPT
+    assert "step_000020  BAD" in result.out
+    assert ("set aside: " in result.out, newest.is_symlink()) == (fault != "a link", fault == "a link")
+
+
+def test_a_run_with_none_left_is_not_called_good(cli: Cli, run: RunPaths) -> None:
+    for step in (10, 20):
+        shutil.rmtree(run.checkpoint(step))
+    for words in ((), ("--scrub",)):
+        result = cli("verify", run.root, *words)
+        assert result.code == ExitCode.NOT_FOUND
+        assert "no checkpoint" in result.error
+
+
+def test_partial_checkpoints_without_a_manifest_too_are_read_back(cli: Cli, run: RunPaths) -> None:
+    partial = save_partial(run, 10)
+    assert "partial/checkpoints/step_000010  verified" in cli("verify", run.root, "--scrub").out
+    (partial / "manifest.json").unlink()
+    result = cli("verify", run.root, "--scrub")
+    assert result.code == ExitCode.CORRUPT
+    assert "partial/checkpoints/step_000010  BAD manifest.json: missing" in result.out
+
+
+def test_data_whose_fingerprint_is_lost_is_said_to_be_not_looked_at(cli: Cli, run: RunPaths) -> None:
+    run.fingerprint.unlink()
+    result = cli("verify", run.root, "--scrub")
+    assert result.code == ExitCode.NOT_FOUND
+    assert f"data: not looked at: its record is gone: {run.fingerprint}" in result.out
+    assert cli("verify", run.root, "--scrub", "--json").json["ok"] is False
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [
+        ("the root is away", ExitCode.DATA),
+        ("the record is cut", ExitCode.CORRUPT),
+        ("a file is away", ExitCode.DATA),
+    ],
+)
+def test_data_that_cannot_be_read_hides_no_verdict_on_checkpoints(
+    cli: Cli, run: RunPaths, fault: str, code: ExitCode
+) -> None:
+    data = run.root / "data"
+    if fault == "the root is away":
+        data.rename(run.root / "elsewhere")
+    elif fault == "the record is cut":
+        os.truncate(run.fingerprint, 20)
+    else:
+        (data / "a.jsonl").unlink()
+        (data / "a.jsonl").symlink_to("nowhere")
+    assert cli("verify", run.root, "--scrub", "--dry-run").code == code, "of the data alone"
+    (run.checkpoint(20) / "metadata.json").write_bytes(b"[]")
+    result = cli("verify", run.root, "--scrub")
+    assert result.code == ExitCode.CORRUPT
+    lines = result.out.splitlines()
+    assert [line.split()[1] for line in lines[:3]] == ["BAD", "set", "verified,"]
+    assert lines[3].startswith("data: not looked at: ")
+    assert str(run.fingerprint if "record" in fault else data) in lines[3]
+
+
+def test_a_disk_that_is_full_keeps_no_checkpoint_from_being_read(
+    cli: Cli, run: RunPaths, with_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(scrub_module, "move_to_quarantine", full)
+    (run.checkpoint(20) / "metadata.json").write_bytes(b"[]")
+    with_model.write_bytes(b"[]")
+    result = cli("verify", run.root, "--scrub")
+    assert result.code == ExitCode.CORRUPT
+    assert "step_000020  BAD metadata.json" in result.out
+    assert result.out.count("  not set aside: [Errno 28] No space left on device") == 2
+    assert "step_000010  verified" in result.out
+    assert run.checkpoint(20).is_dir()
+    answer = cli("verify", run.root, "--scrub", "--json").json
+    assert "No space left" in answer["checkpoints"][0]["not_set_aside"]
 
 
 def test_changed_data_is_found_unless_it_is_left_out(cli: Cli, run: RunPaths) -> None:

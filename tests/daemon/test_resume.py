@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.lead import resume
+from verl_slurm_daemon.lead.attempt_start import ENVIRONMENT
 from verl_slurm_daemon.lead.resume import ResumePoint, find_resume_point, read_back, wait_for_checkpoints
 
 from tests.builders import cold_tier, run_config, write_config
@@ -219,6 +220,19 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_set_aside(
     assert not found.good
     assert "Input/output error" in found.detail
     assert checkpoint.exists()
+
+
+def test_a_newest_that_others_may_write_is_waited_for_and_taken_once_it_is_closed(run: RunPaths) -> None:
+    save(run, 2)
+    newest = save(run, 4)
+    opened = [newest, *newest.rglob("*")]
+    for path in opened:  # chmod -R g+w
+        path.chmod(path.stat().st_mode | 0o020)
+    with pytest.raises(ENVIRONMENT, match="chmod -R go-w"):
+        find_resume_point(run, "auto", 1)
+    for path in opened:
+        path.chmod(path.stat().st_mode & ~0o022)
+    assert find_resume_point(run, "auto", 1).name == newest.name
 
 
 def test_with_a_key_only_what_is_signed_with_it_is_resumed_from_and_the_rest_stays(run: RunPaths) -> None:

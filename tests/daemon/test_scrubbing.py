@@ -1,5 +1,7 @@
 """The daemon's slow scrub: what is due by the journal, and what a damaged checkpoint leads to."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from tests.cli.test_checkpoints import make_run, save
 from verl_slurm.base.errors import Fenced
 from verl_slurm.base.fence import take_attempt
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.store import scrub
 from verl_slurm.checkpoint.store.frozen import store_frozen
 from verl_slurm.checkpoint.store.scrub import scrub_next
 from verl_slurm.config.schema import CheckpointConfig
@@ -55,6 +58,31 @@ def test_a_checkpoint_that_rotted_is_set_aside_and_the_next_is_read(run: RunPath
     assert not run.checkpoint(20).exists()
     assert any(run.quarantine.iterdir())
     assert scrub_next(run, CONFIG, attempt, 2e9)[1].name == "step_000010"
+
+
+def test_one_that_lost_its_manifest_is_read_too(run: RunPaths) -> None:
+    attempt = _attempt(run)
+    (run.checkpoint(20) / "manifest.json").unlink()
+    _, told = scrub_next(run, CONFIG, attempt, 2e9)
+    assert (told.name, told.good) == ("step_000020", False)
+    assert "manifest.json: missing" in told.detail
+    assert not run.checkpoint(20).exists()
+
+
+def test_one_that_cannot_be_set_aside_is_named_and_keeps_no_other_from_its_turn(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(scrub, "move_to_quarantine", full)
+    attempt, told = _attempt(run), []
+    (run.checkpoint(20) / "metadata.json").write_bytes(b"[]")
+    for _ in range(2):
+        told.append(scrub_next(run, CONFIG, attempt, 2e9)[1])
+        append_event(run, told[-1])
+    assert [(one.name, one.good) for one in told] == [("step_000020", False), ("step_000010", True)]
+    assert "not set aside: [Errno 28] No space left" in told[0].detail
 
 
 def test_what_others_may_write_is_said_and_left(run: RunPaths) -> None:

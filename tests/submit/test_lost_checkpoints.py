@@ -26,6 +26,7 @@ from verl_slurm.base.errors import (
     PermissionRefused,
     TierError,
 )
+from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.commit import commit
@@ -89,6 +90,30 @@ def test_a_run_with_damaged_checkpoints_alone_is_refused_and_they_stay(run: RunP
     with pytest.raises(CheckpointsLost, match="step_000002: actor.*--force-resume"):
         plan(run)
     assert sorted(path.name for path in run.checkpoints.glob("step_*")) == ["step_000001", "step_000002"]
+
+
+def test_a_newest_checkpoint_that_others_may_write_is_refused_with_the_way_on(run: RunPaths) -> None:
+    run.checkpoint(2).chmod(0o770)
+    with pytest.raises(PermissionRefused, match=f"chmod -R go-w {run.root}") as caught:
+        plan(run)
+    assert caught.value.exit_code is ExitCode.PERMISSION
+    run.checkpoint(2).chmod(0o700)
+    assert plan(run).resumes_from == "step_000002"
+
+
+def test_a_checkpoint_that_a_link_has_replaced_is_named_with_the_way_on(
+    run: RunPaths, tmp_path: Path
+) -> None:
+    for step in (2, 1):
+        moved = run.checkpoint(step).rename(tmp_path / f"disk_{step}")
+        run.checkpoint(step).symlink_to(moved)
+        linked = f"{run.checkpoint(step)} \\(found a link to {moved}, .*move the real one here"
+        if step == 2:
+            [note] = [note for note in plan(run).notes if "goes back to step_000001" in note]
+            assert re.search(linked, note)
+    run.events.unlink()
+    with pytest.raises(CheckpointsLost, match=linked.replace("_000001", "_000002").replace("k_1", "k_2")):
+        plan(run)
 
 
 @pytest.mark.parametrize("large", [False, True])

@@ -28,8 +28,9 @@ class RestoreDecision:
 def decide_resume(names: Iterable[str], verdicts: Mapping[str, Verdict]) -> RestoreDecision:
     """Chooses the newest checkpoint that verifies, by the names of the directories and the verdicts so far.
 
-    A damaged checkpoint is skipped and set aside. One that others may write, and a partial one that somebody has put
-    there, is skipped and left in place. One that cannot be read now is waited for.
+    A damaged checkpoint is skipped and set aside. One that our key has not signed, and a partial one that somebody has
+    put there, is skipped and left in place. One that cannot be read now is waited for; one that others may write is
+    refused.
     """
     # One without a good manifest, too: a final name is judged and set aside, not passed over in silence. Staging
     # directories have no such name.
@@ -63,6 +64,10 @@ def decide_resume(names: Iterable[str], verdicts: Mapping[str, Verdict]) -> Rest
         if verdict.unreadable:
             reasons.append(f"{name} cannot be read now: nothing older is used in its place")
             return decision("wait", name)
+        # Nor this. Others gain no power by it: who can put one here can also make it unreadable, which is waited for.
+        if verdict.is_open:
+            reasons.append(f"{name} may be written by others: nothing older is used in its place")
+            return decision("refuse", name)
         (damaged if verdict.damaged else doubtful).append(name)
     # Not `fresh`: starting over would throw away what may be good.
     if doubtful:

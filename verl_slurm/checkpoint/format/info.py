@@ -57,6 +57,12 @@ class Verdict:
         return any(p.kind == "unreadable" for p in self.problems)
 
     @property
+    def is_open(self) -> bool:
+        """Returns whether its bytes are what was committed, and others may write it or own it."""
+        untrusted = bool(self.problems) and all(p.kind == "untrusted" for p in self.problems)
+        return self.manifest is not None and untrusted
+
+    @property
     def damaged(self) -> bool:
         """Returns whether its bytes differ beyond doubt; nothing else permits setting it aside."""
         # One file that cannot be read now leaves it open whether the storage also gave the damage.
@@ -104,6 +110,11 @@ class CheckpointInfo:
     num_bytes: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     detail: str = ""
+
+    @property
+    def has_own_name(self) -> bool:
+        """Returns whether it has the place and the name of a checkpoint, whatever lies there."""
+        return self.step >= 0 and self.kind != "quarantined" and not self.name.startswith(".")
 
     @property
     def order(self) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """Lists a run's checkpoint directory from names and manifests alone: cheap, and no verdict."""
 
+import errno
 import os
 import stat
 from dataclasses import replace
@@ -9,6 +10,7 @@ import msgspec
 
 from verl_slurm.base import bounded
 from verl_slurm.base.errors import UNREADABLE, NotFound, VerlSlurmError
+from verl_slurm.base.files import no_directory
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.run_id import other_run
@@ -139,10 +141,14 @@ def _classify(paths: RunPaths, path: Path, partial: bool) -> CheckpointInfo | No
     except FileNotFoundError:
         return None
     # Listed, so that people see what lies there; no decision takes it.
-    if not is_directory or (staged is None and order is None):
+    if staged is None and order is None:
         return CheckpointInfo(kind="foreign", name=path.name, path=path, detail="not a checkpoint's name")
     step, safe_point = order or (checkpoint_order(staged[1]) if staged else None) or (-1, -1)
     info = CheckpointInfo(kind="torn", name=path.name, path=path, step=step, safe_point=safe_point)
+    if not is_directory:
+        # As a checkpoint that was moved to another disk, with a link in its place.
+        detail = str(no_directory(OSError(errno.ELOOP, ""), path))
+        return replace(info, kind="foreign", detail=detail)
     if staged is not None:
         return replace(info, detail="staging directory: being written, or its writer died")
     try:

@@ -22,6 +22,7 @@ import msgspec
 from verl_slurm.base.errors import CheckpointCorrupt, VerlSlurmError
 from verl_slurm.base.files import fsync_path, num_threads, private_dir, write_file
 from verl_slurm.base.keys import Keyring
+from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.tree import list_tree, names_in, open_below, open_directory
 from verl_slurm.checkpoint.format.manifest import checkpoint_order, parse, render, sealed
@@ -197,7 +198,12 @@ def _judge_taken_name(
             where=staging.final,
             found=verdict.one_line(),
             expected="one that verifies, or none",
-            remedy="the save is given up; look at its owner and its storage",
+            remedy="the save is given up; "
+            + (
+                f"if it is yours: chmod -R go-w {shell_word(staging.final)}"
+                if verdict.is_open
+                else "look at its owner and its storage"
+            ),
         )
     attempt_check()
     move_to_quarantine(staging.final, [str(p) for p in verdict.problems])

@@ -185,7 +185,7 @@ def gone_back(paths: RunPaths, history: History | None, present: str, config: Ru
         return ""
     where = "gone"
     if os.path.lexists(paths.checkpoints / name):
-        where = "no longer what was saved"
+        where = f"no longer what was saved{_why_foreign(paths, name)}"
     elif any(entry.startswith(f"{name}.") for entry in names_in(paths.run, paths.quarantine)):
         where = f"set aside in {paths.quarantine}"
     first = (checkpoint_order(present) or (0, 0))[0] + 1
@@ -197,6 +197,12 @@ def gone_back(paths: RunPaths, history: History | None, present: str, config: Ru
     return (
         f"{name} was {done} and is {where}: {instead}the run goes back to {present}, and does {steps} again"
     )
+
+
+def _why_foreign(paths: RunPaths, name: str) -> str:
+    """Returns in brackets why what has a checkpoint's name is not this run's, e.g. a link; empty: it is."""
+    foreign = {info.name: info.detail for info in list_checkpoints(paths) if info.kind == "foreign"}
+    return f" ({foreign[name]})" if name in foreign else ""
 
 
 def lost_rollouts(paths: RunPaths, config: RunConfig, history: History, present: str) -> str:
@@ -347,7 +353,7 @@ def _found_beside(paths: RunPaths, events: Iterable[ev.Event]) -> str:
         name = info.name.split(".", 1)[0]
         if checkpoint_order(name) is not None:
             if info.kind != "quarantined":
-                return f"{info.name}, which cannot be used"
+                return f"{info.name}, which cannot be used{_why_foreign(paths, info.name)}"
             if name not in bad:
                 return f"{name} is in {paths.quarantine.name}"
     for name in names_in(paths.run, paths.resharded.checkpoints):

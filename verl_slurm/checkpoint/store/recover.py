@@ -71,6 +71,7 @@ def choose_resume(
         SchemaMismatch: the chosen one has a state layout that we do not read.
         CheckpointCorrupt: an explicit one does not verify; or with `auto`, those left cannot be judged.
         KeyRefused: the same, for one that was not made with our key.
+        PermissionRefused: it, or with `auto` the newest that is not damaged, is open to others.
         NotFound: an explicit one does not exist.
         OSError: storage does not give all bytes of the one to resume from, which may pass.
         ConfigError: an explicit one is partial.
@@ -200,7 +201,8 @@ def _refusal(path: Path, verdict: Verdict) -> VerlSlurmError:
             "the checkpoint is not used: others could have written it",
             where=path,
             found=verdict.one_line(),
-            remedy=f"if all of it is yours: chmod -R go-w {shell_word(path.parent.parent)}",
+            remedy=f"if all of it is yours: chmod -R go-w {shell_word(path.parent.parent)}; what belongs to another "
+            f"user: mv {shell_word(path)} {shell_word(f'{path}.theirs')}, and cp -r it back if it is what you saved",
         )
     return CheckpointCorrupt(
         "the checkpoint does not verify",

@@ -5,16 +5,18 @@ sets aside what is damaged beyond doubt. A checkpoint that the system would not 
 not signed with the run's key is reported and left: a resume judges it the same way.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.fence import require_attempt
 from verl_slurm.base.keys import Keyring
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.format.info import CheckpointInfo, Verdict
+from verl_slurm.checkpoint.format.info import CheckpointInfo, Problem, Verdict
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.frozen import check_frozen, frozen_digests
 from verl_slurm.checkpoint.store.quarantine import move_to_quarantine
@@ -43,12 +45,14 @@ class ScrubDue:
 class ScrubResult:
     """Result of one scrub: the new place of a damaged one that was moved.
 
-    `gone`: the retention of a live run removed it while it was read: no judgement.
+    `gone`: the retention of a live run removed it while it was read: no judgement. `not_moved`: why a damaged one that
+    was to be set aside is still there.
     """
 
     verdict: Verdict
     set_aside: Path | None
     gone: bool = False
+    not_moved: str = ""
 
     @property
     def is_signed(self) -> bool:
@@ -60,15 +64,17 @@ class ScrubResult:
 def next_due(
     infos: Sequence[CheckpointInfo], read_at: Mapping[str, float], *, now: float, every_s: float
 ) -> ScrubDue:
-    """Decides which committed checkpoint is read next, no later than `every_s` after its last reading.
+    """Decides which checkpoint is read next, no later than `every_s` after its last reading.
+
+    One that has lost its manifest, or is another run's, has its turn, too.
 
     `read_at`: name → when it was last read back, on the clock of `now`. A missing one is due.
     """
-    committed = [info for info in infos if info.kind == "committed"]
-    if not committed:
+    present = [info for info in infos if info.kind == "committed" or info.has_own_name]
+    if not present:
         return ScrubDue(name=None, in_s=every_s, reason="there is no checkpoint yet")
     # Among those never read, the newest first: a resume would take it.
-    oldest = min(committed, key=lambda info: (read_at.get(info.name, -1.0), -info.step, -info.safe_point))
+    oldest = min(present, key=lambda info: (read_at.get(info.name, -1.0), -info.step, -info.safe_point))
     # Not known means due: `read_at` starts empty with each process.
     last = read_at.get(oldest.name)
     if last is None:
@@ -97,18 +103,30 @@ def scrub_frozen(
 ) -> ScrubResult:
     """Reads one copy in RUN/frozen back, as `scrub_one`. The next start replaces a damaged one."""
     path = paths.frozen / digest
-    # Without the source: on a login node it may be elsewhere, and the record beside the copy suffices.
-    return _judged(path, check_frozen(paths, digest, bytes_per_s=bytes_per_s), set_aside=set_aside)
+    try:
+        # Without the source: on a login node it may be elsewhere, and the record beside the copy suffices.
+        verdict = check_frozen(paths, digest, bytes_per_s=bytes_per_s)
+    except OSError as error:
+        problem = Problem(path=".", what=f"its record cannot be read: {error}", kind="unreadable")
+        verdict = Verdict(
+            name=_FROZEN + digest, ok=False, problems=(problem,), manifest=None, num_bytes=0, seconds=0.0
+        )
+    return _judged(path, verdict, set_aside=set_aside)
 
 
 def _judged(path: Path, verdict: Verdict, *, set_aside: bool) -> ScrubResult:
-    if not verdict.ok and not path.exists():
+    if not verdict.ok and not os.path.lexists(path):
         return ScrubResult(verdict=verdict, set_aside=None, gone=True)
-    moved = None
-    # `damaged` leaves out what could not be read, belongs to others or has another key.
-    if set_aside and not verdict.ok and verdict.damaged:
-        moved = move_to_quarantine(path, [f"scrub: {problem}" for problem in verdict.problems])
-    return ScrubResult(verdict=verdict, set_aside=moved)
+    moved, not_moved = None, ""
+    # `damaged` leaves out what could not be read, belongs to others or has another key. A link stays: what it leads to
+    # may be a good one, which its user moved.
+    if set_aside and not verdict.ok and verdict.damaged and not path.is_symlink():
+        try:
+            moved = move_to_quarantine(path, [f"scrub: {problem}" for problem in verdict.problems])
+        # A full disk must not hide the verdict, nor keep the next ones from being read.
+        except (OSError, VerlSlurmError) as error:
+            not_moved = str(error)
+    return ScrubResult(verdict=verdict, set_aside=moved, not_moved=not_moved)
 
 
 def scrub_next(
@@ -135,6 +153,7 @@ def scrub_next(
     if one.gone:
         return 0.0, None
     detail = "; ".join(str(problem) for problem in one.verdict.problems[:3])
+    detail += f"; not set aside: {one.not_moved}" * bool(one.not_moved)
     told = Scrubbed(one.verdict.ok, due.name, one.verdict.num_bytes, detail)
     if one.verdict.ok or one.set_aside:
         return 0.0, told

@@ -216,7 +216,9 @@ def _require_judged(final: Path, keys: Keyring | None) -> Verdict:
             "the run's own copy cannot be judged, and is left where it is",
             where=final,
             found=verdict.one_line(),
-            remedy="look at its owner and its storage",
+            remedy=f"if it is yours: chmod -R go-w {shell_word(final)}"
+            if verdict.is_open
+            else "look at its owner and its storage",
         )
     return verdict
 

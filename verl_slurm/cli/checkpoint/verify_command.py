@@ -7,7 +7,7 @@ from typing import Any
 import click
 import msgspec
 
-from verl_slurm.base.errors import NotFound
+from verl_slurm.base.errors import NotFound, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.keys import Keyring
 from verl_slurm.base.one_line import counted, shell_word
@@ -29,7 +29,7 @@ from verl_slurm.verl.verl_inputs import data_of
 _UNCHECKED = "not checked"
 
 
-@command("CORRUPT KEY DATASET_DRIFT NOT_FOUND")
+@command("CORRUPT KEY DATA DATASET_DRIFT NOT_FOUND")
 @click.argument("place", type=PLACE)
 @flag("--scrub", "All that a run would need one day; set aside what is damaged.")
 @flag("--dry-run", "With --scrub: read everything, set nothing aside.")
@@ -77,35 +77,37 @@ def verify(
     else:
         keys, missing = keys_at_hand(place, key_file) if scrub else (keys_for(place, key_file), "")
     bar = render.Bar(enabled=not as_json)
-    read, drifted = _read_back(
-        _checkpoints_of(place) if run is None else _committed(run),
+    read = _read_back(
+        _checkpoints_of(place) if run is None else _checkpoints_of_run(run, partial=True),
         run,
         bar,
         keys=keys,
         set_aside=scrub and not dry_run,
         bytes_per_s=rate and rate * 1e6,
-        with_data=not no_data,
+        as_json=as_json,
     )
-    bar.close()
     everything = [row for rows in read.values() for row in rows]
     # Of all checkpoints together: one that is signed is enough to say that its signature was not asked.
     is_signed = any(one.is_signed for _, one in read["checkpoints"])
     missing = missing or ("the run is configured with none" if is_signed else "")
     signature = "checked" if keys else f"{_UNCHECKED}: no key ({missing})" if missing else "none"
+    bar.close()
+    if not as_json and signature.startswith(_UNCHECKED):
+        render.warning(f"signature {signature}")
     good = all(one.verdict.ok for _, one in everything)
+    # After the checkpoints, which a resume needs first.
+    bar.show("reading the data")
+    drifted, code = ([], ExitCode.OK) if run is None or no_data else _drift(run)
+    bar.close()
     if as_json:
         answer: dict[str, Any] = {"ok": good and not drifted, "signature": signature}
         answer |= {kind: [_facts(path, one) for path, one in rows] for kind, rows in read.items()}
         render.json_value(answer | ({} if run is None else {"data": drifted}))
     else:
-        if signature.startswith(_UNCHECKED):
-            render.warning(f"signature {signature}")
-        for path, one in everything:
-            _tell(path.name if run is None else str(path.relative_to(run.root)), one)
         for line in drifted:
             render.line(f"data: {line}")
     if good:
-        return ExitCode.DATASET_DRIFT if drifted else ExitCode.OK
+        return code
     # Damage outweighs a missing signature: a key that is found later repairs no byte. Both outweigh data that changed:
     # a resume needs the checkpoint first.
     needs_key = all(one.verdict.ok or one.verdict.needs_key for _, one in everything)
@@ -123,36 +125,41 @@ def _read_back(
     keys: Keyring | None,
     set_aside: bool,
     bytes_per_s: float | None,
-    with_data: bool,
-) -> tuple[_Read, list[str]]:
+    as_json: bool,
+) -> _Read:
     read: _Read = {"checkpoints": []}
-    done, drifted = 0, []
+
+    def take(kind: str, path: Path, one: ScrubResult) -> None:
+        # What is gone was pruned by the living run since it was listed, which is no damage.
+        if one.gone:
+            return
+        read[kind].append((path, one))
+        # At once: whatever ends this command later, what was set aside has been said.
+        if not as_json:
+            bar.close()
+            _tell(path.name if run is None else str(path.relative_to(run.root)), one)
+
+    # Before anything is moved: a link in the place of RUN/frozen is refused.
+    frozen = [] if run is None else frozen_digests(run)
+    done = 0
     # All of them, whatever the first ones say: the answer is a list of what is wrong.
     for path, num_bytes in sizes.items():
         bar.show("reading back", done, sum(sizes.values()))
-        scrubbed = scrub_one(path, set_aside=set_aside, keys=keys, bytes_per_s=bytes_per_s)
-        read["checkpoints"].append((path, scrubbed))
+        take("checkpoints", path, scrub_one(path, set_aside=set_aside, keys=keys, bytes_per_s=bytes_per_s))
         done += num_bytes
     if run is not None:
-        # After the checkpoints, which a resume needs first.
+        read["frozen"] = []
         bar.show("reading back frozen models")
-        read["frozen"] = [
-            (run.frozen / name, scrub_frozen(run, name, set_aside=set_aside, bytes_per_s=bytes_per_s))
-            for name in frozen_digests(run)
-        ]
-        drifted = _drift(run) if with_data else []
-    # What is gone was pruned by the living run since it was listed, which is no damage.
-    return {kind: [row for row in rows if not row[1].gone] for kind, rows in read.items()}, drifted
-
-
-def _committed(run: RunPaths) -> dict[Path, int]:
-    infos = [info for place in (run, run.partial) for info in list_checkpoints(place)]
-    return {info.path: info.num_bytes for info in infos if info.kind == "committed"}
+        for name in frozen:
+            one = scrub_frozen(run, name, set_aside=set_aside, bytes_per_s=bytes_per_s)
+            take("frozen", run.frozen / name, one)
+    return read
 
 
 def _facts(path: Path, one: ScrubResult) -> dict[str, object]:
     facts = render.picked(one.verdict, "name ok problems num_bytes seconds")
-    return facts | {"path": str(path), "set_aside": one.set_aside and str(one.set_aside)}
+    moved = {"set_aside": one.set_aside and str(one.set_aside), "not_set_aside": one.not_moved}
+    return facts | {"path": str(path)} | moved
 
 
 def _tell(name: str, one: ScrubResult) -> None:
@@ -163,16 +170,28 @@ def _tell(name: str, one: ScrubResult) -> None:
         render.line(f"{name}  BAD {problem.path}: {problem.what}")
     if one.set_aside is not None:
         render.line(f"{name}  set aside: {'/'.join(one.set_aside.parts[-3:])}")
+    if one.not_moved:
+        render.line(f"{name}  not set aside: {one.not_moved}")
 
 
-def _drift(run: RunPaths) -> list[str]:
-    old, root = prints.read(run), data_of(load_resolved(run.run_yaml))
-    if old is None or root is None:
-        return []  # not submitted yet, or a program whose data is its own
-    # In full: what a scrub looks for, such as a bad disk, changes bytes and leaves size and times.
-    seen = prints.survey(root, cache=run.hash_cache, full=True)
+def _drift(run: RunPaths) -> tuple[list[str], ExitCode]:
+    """Returns how the data has changed, or why it was not looked at, and the exit code that says so."""
+    try:
+        old, root = prints.read(run), data_of(load_resolved(run.run_yaml))
+        if root is None:
+            return [], ExitCode.OK  # a program whose data is its own
+        if old is None:
+            remedy = "the next start records it anew"
+            raise NotFound("its record is gone", where=run.fingerprint, remedy=remedy)
+        # In full: what a scrub looks for, such as a bad disk, changes bytes and leaves size and times.
+        seen = prints.survey(root, cache=run.hash_cache, full=True)
+    except VerlSlurmError as error:
+        return [f"not looked at: {error.one_line()}"], error.exit_code
+    except OSError as error:
+        return [f"not looked at: {error}"], ExitCode.DATA
     drift = asdict(prints.drift(old, seen.found))
-    return [f"{kind} {name}" for kind, names in drift.items() for name in names]
+    lines = [f"{kind} {name}" for kind, names in drift.items() for name in names]
+    return lines, ExitCode.DATASET_DRIFT if lines else ExitCode.OK
 
 
 @command("DATA DATASET_DRIFT NOT_FOUND")
@@ -241,15 +260,20 @@ def fingerprint(place: Path, against: RunPaths | None, full: bool, as_json: bool
     return ExitCode.OK if same else ExitCode.DATASET_DRIFT
 
 
+def _checkpoints_of_run(run: RunPaths, *, partial: bool = False) -> dict[Path, int]:
+    # Torn ones in staging are no loss; one with a final name that lost its manifest, or is another run's, is.
+    infos = [info for info in list_checkpoints(run) if info.has_own_name]
+    if not infos:
+        remedy = f"verl-slurm status {shell_word(run.root)}"
+        raise NotFound("the run has no checkpoint yet", where=run.root, remedy=remedy)
+    if partial:
+        infos += [info for info in list_checkpoints(run.partial, partial=True) if info.has_own_name]
+    return {info.path: info.num_bytes for info in infos}
+
+
 def _checkpoints_of(place: Path) -> dict[Path, int]:
     if (place / "run.yaml").is_file():
-        # Torn ones in staging are no loss; one with a final name that lost its manifest, or is another run's, is.
-        infos = [i for i in list_checkpoints(RunPaths(place)) if i.kind != "quarantined" and i.step >= 0]
-        found = {info.path: info.num_bytes for info in infos if not info.name.startswith(".")}
-        if not found:
-            remedy = f"verl-slurm status {shell_word(place)}"
-            raise NotFound("the run has no checkpoint yet", where=place, remedy=remedy)
-        return found
+        return _checkpoints_of_run(RunPaths(place))
     remedy = "`verl-slurm list DIR` shows the runs below DIR"
     if not place.is_dir():
         raise NotFound("no such run or checkpoint", where=place, remedy=remedy)

@@ -175,7 +175,8 @@ def find_resume(
 
     Raises:
         CheckpointsLost: it has had one, has none that can be used, and the user did not confirm.
-        CheckpointCorrupt, KeyRefused, SchemaMismatch: one cannot be judged, so that nothing older is taken for it.
+        CheckpointCorrupt, KeyRefused, PermissionRefused, SchemaMismatch: one cannot be judged, so that nothing older is
+            taken for it.
     """
     if config.checkpoint.resume_from != "auto":
         return ResumeFound(committed[0].name if committed else None)
