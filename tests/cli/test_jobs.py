@@ -115,7 +115,7 @@ def test_of_a_run_that_was_moved_away_the_job_that_lives_on_is_named(
 ) -> None:
     on_a_cluster_with("", tmp_path, monkeypatch)
     run = tmp_path / "gone"
-    (tmp_path / "bin/squeue").write_text(f"#!/bin/sh\necho '7|{run}/logs/.submission_file_1.sh'\n")
+    (tmp_path / "bin/squeue").write_text(f"#!/bin/sh\necho '7|7|{run}/logs/.submission_file_1.sh'\n")
     said = cli(command, run)
     assert said.code == ExitCode.NOT_FOUND
     assert "job 7 of a run that was here" in said.err, said

@@ -18,6 +18,8 @@ NODE_LIST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,\[\]-]{0,65535}")
 """Slurm's bracket form: `gpu[01-04,07],login1`."""
 JOB = re.compile(r"[0-9]{1,10}(_[0-9]{1,10})?")
 """A job, or one task of an array: `JobFacts.target`."""
+WORK_DIR = "|//|"
+"""Stands before a job's working directory, in whose path it cannot be, as a `|` can."""
 
 
 def _checked(pattern: re.Pattern[str], value: str) -> str:
@@ -67,9 +69,8 @@ def list_nodes(partition: str) -> list[str]:
 
 
 def list_jobs() -> list[str]:
-    """Lists one line for each of our unfinished jobs: its number, and its batch script."""
-    # The script last: its path may contain the separator.
-    return ["squeue", "--me", "--noheader", "--format=%i|%o"]
+    """Lists one line for each of our unfinished jobs: its name, number, command and working directory."""
+    return ["squeue", "--me", "--noheader", f"--format=%i|%A|%o{WORK_DIR}%Z"]
 
 
 def sbatch_help() -> list[str]:
@@ -78,10 +79,10 @@ def sbatch_help() -> list[str]:
 
 
 def list_states(users: Iterable[int]) -> list[str]:
-    """Lists one line for each unfinished job of these users (uids): number, state, reason, batch script."""
+    """Lists one line for each unfinished job of these users (uids): `parse.parse_states` reads it."""
     listed = ",".join(str(int(user)) for user in sorted(users))
     # By user: one question for all runs, however many there are.
-    return ["squeue", "--noheader", f"--user={listed}", "--format=%A|%T|%r|%o"]
+    return ["squeue", "--noheader", f"--user={listed}", f"--format=%A|%T|%r|%o{WORK_DIR}%Z"]
 
 
 def list_past_jobs(partition: str, days: int) -> list[str]:
