@@ -1,5 +1,6 @@
 """A run has one job: however many submit it, on whichever cluster, and whatever sbatch answers."""
 
+import asyncio
 import os
 import re
 import shutil
@@ -21,6 +22,7 @@ from verl_slurm.runs.liveness import job_state, queued_jobs
 from verl_slurm.runs.requests import cancel_run
 from verl_slurm.runs.run_record import last_job
 from verl_slurm.slurm.runner import telling
+from verl_slurm.slurm.slurm_client import SlurmClient
 from verl_slurm.submit.checks.slurm_answers import judge_script
 from verl_slurm.submit.executor import MayBeQueued
 from verl_slurm.submit.submission import carry_out, plan_submission
@@ -181,6 +183,31 @@ def test_another_script_that_has_the_run_as_its_argument_is_left_alone(slurm: Sl
     with pytest.raises(NotFound):
         cancel_run(slurm.run)
     assert carry_out(slurm.plan()).job_id == "7"
+
+
+@pytest.mark.parametrize("program", ["squeue", "scontrol"])
+def test_what_lies_in_a_hidden_partition_is_found(slurm: Slurm, program: str) -> None:
+    carry_out(slurm.plan(), prepare_only=True)
+    client = SlurmClient()
+    if program == "scontrol":
+        shows = "PartitionName=p Default=YES MaxTime=UNLIMITED TotalNodes=1 TotalCPUs=8 State=UP"
+        slurm.write("scontrol", f"""case "$*" in *--all*) echo '{shows}';; esac""")
+        assert [facts.name for facts in asyncio.run(client.partitions_of("p"))] == ["p"]
+        assert asyncio.run(client.default_partition()).name == "p"
+        assert asyncio.run(client.partitions()) == [], "Slurm does not offer it"
+        shows = "NodeName=n NodeAddr=a NodeHostName=n State=DOWN CPUTot=2"
+        slurm.write("scontrol", f"""case "$*" in *--all*) echo '{shows}';; esac""")
+        assert asyncio.run(client.node_addr("n")) == "a"
+        assert asyncio.run(client.lost_nodes("n")) == ("n",)
+        return
+    job = f"7|7|{slurm.run.logs}/1.sh|//|/"
+    slurm.write(
+        "squeue",
+        f"""case "$*" in *--all*%T*) echo '{job}' | sed 's/7.7/7|PENDING|None/';;
+        *--all*) echo '{job}';; esac""",
+    )
+    assert queued_jobs(slurm.run) == ["7"]
+    assert asyncio.run(client.states([0]))[7] == ("PENDING", "", f"{slurm.run.logs}/1.sh", "/")
 
 
 def test_a_job_whose_run_was_removed_is_named_with_what_ends_it(slurm: Slurm) -> None:

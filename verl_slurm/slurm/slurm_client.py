@@ -53,7 +53,7 @@ class SlurmClient:
         base = dict(os.environ if env is None else env)
         # variables that change what the commands print or do would be a hidden second command line
         for name in list(base):
-            if name.startswith(("SCONTROL_", "SQUEUE_", "SINFO_", "SCANCEL_")):
+            if name.startswith(("SCONTROL_", "SQUEUE_", "SINFO_", "SCANCEL_", "POSIXLY_CORRECT")):
                 del base[name]
         # English, because answers are told apart by their words; times in seconds since 1970, free of zones and summer
         # time.
@@ -214,11 +214,11 @@ class SlurmClient:
     async def default_partition(self) -> PartitionFacts:
         """Returns the partition of jobs that name none. Raises as `job`."""
         return parse.parse_default_partition(
-            await self._ask(commands.show_partitions(), "Slurm has no partitions", None)
+            await self._ask(commands.show_partitions(hidden=True), "Slurm has no partitions", None)
         )
 
     async def partitions(self) -> list[PartitionFacts]:
-        """Returns all partitions. Raises SlurmMissing."""
+        """Returns all partitions that Slurm offers this user. Raises SlurmMissing."""
         return parse.parse_partitions(
             await self._ask(commands.show_partitions(), "Slurm has no partitions", None)
         )
