@@ -352,4 +352,5 @@ def _in_queue(seen: Seen) -> str:
         return "suspended"
     if not is_waiting(seen.state):
         return ""
+    # By the reason alone: RESV_DEL_HOLD stays the state of a job that was released and waits for its turn.
     return "held" if is_held(seen.detail) or needed_change(seen.detail) else "queued"

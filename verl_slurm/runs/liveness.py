@@ -65,6 +65,10 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
 _OUR_SCRIPT = re.compile(r"\.submission_file_[0-9a-f]{32}\.sh|successor_of_\d+\.sh")
 # Those of `sbatch/`, which have RUN as their argument (`verl-slurm submit --prepare-only` prints the line).
 _SHIPPED_SCRIPT = re.compile(r"/(chain|heterogeneous|multi_node|pyxis|single_node)\.sbatch ")
+# The word is missing in the sentences about licenses that are gone, and about a requeue in a special state.
+_HELD = r"held|holding[_ ]job|JobHoldMaxRequeue|special[_ ]exit[_ ]state|BurstBufferOperation"
+_RESERVATION_GONE = r"Reservation(Deleted|Invalid|_.*_(was_deleted|is_invalid)$)"
+# By the beginning of Slurm's reason, or of the sentence that stands for it, whose blanks are `_` here.
 _CHANGES = {
     r"PartitionTimeLimit|(QOS|Assoc)Max\w*(WallDuration|MinutesPerJob)": "TimeLimit=MINUTES",
     # More of something than any job there may have; and too little of it.
@@ -74,12 +78,13 @@ _CHANGES = {
     r"QOSGrp\w*(?<!Run)Minutes|QOSGrpWall|QOSUsageThreshold": "QOS=OTHER",
     r"AssocGrp\w*(?<!Run)Minutes|AssocGrpWall": "Account=OTHER",
     # Not the number of nodes: what a run is divided over is settled when it is submitted.
-    r"PartitionDown|PartitionInactive|PartitionNodeLimit": "Partition=OTHER",
+    r"PartitionDown|PartitionInactive|PartitionNodeLimit|PartitionConfig|uid_\d+_not_in_group": "Partition=OTHER",
     r"BadConstraints": "Features=OTHER",
     r"DependencyNeverSatisfied": "Dependency=",
-    r"InvalidAccount|AccountNotAllowed": "Account=OTHER",
-    r"InvalidQOS|QOSNotAllowed": "QOS=OTHER",
-    r"ReservationDeleted": "ReservationName=",
+    r"InvalidAccount|AccountNotAllowed|Job's_account_not": "Account=OTHER",
+    r"InvalidQOS|QOSNotAllowed|Job's_QOS_not": "QOS=OTHER",
+    r"MaxMemPerLimit": "MinMemoryNode=MB",
+    _RESERVATION_GONE: "ReservationName=",
 }
 
 
@@ -168,8 +173,11 @@ def way_on(facts: JobFacts) -> str:
     change = needed_change(reason) if facts.is_waiting else ""
     if not change:
         return ""
-    limits = f"scontrol show partition {facts.partition}"
-    if reason.startswith(("QOS", "Assoc")):
+    limits = f"scontrol show partition {facts.partition} --all"
+    if change == _CHANGES[_RESERVATION_GONE]:
+        # Slurm has held it, too.
+        change, limits = f"{change}; scontrol release {facts.target}", "scontrol show reservation"
+    elif reason.startswith(("QOS", "Assoc")):
         limits = "sacctmgr show qos; sacctmgr show assoc user=$USER; sshare"
     return (
         f"Slurm starts it only after a change: scontrol update JobId={facts.target} {change} (the limits: {limits}), "
@@ -179,12 +187,14 @@ def way_on(facts: JobFacts) -> str:
 
 def is_held(reason: str) -> bool:
     """Returns whether a waiting job stands until somebody releases it: held, or requeued too often. Pure."""
-    return re.search("held|JobHoldMaxRequeue", reason, re.IGNORECASE) is not None
+    return re.search(_HELD, reason, re.IGNORECASE) is not None
 
 
 def needed_change(reason: str) -> str:
     """Returns what has to be changed of a waiting job before Slurm starts it; empty: it waits for its turn. Pure."""
     # The reasons are those of `job_reason_string` in Slurm's slurm_protocol_defs.c.
+    # squeue has blanks where scontrol has `_`.
+    reason = reason.replace(" ", "_")
     return next((change for pattern, change in _CHANGES.items() if re.match(pattern, reason)), "")
 
 
