@@ -54,6 +54,33 @@ GOLDEN = Path(__file__).parent.parent / "slurm" / "golden"
         ("pending", "PartitionNodeLimit", "scontrol update JobId=1 Partition=OTHER"),
         ("pending", "BadConstraints", "scontrol update JobId=1 Features=OTHER"),
         ("pending", "DependencyNeverSatisfied", "scontrol update JobId=1 Dependency="),
+        *(
+            (
+                "pending",
+                reason,
+                "scontrol update JobId=1 ReservationName=; scontrol release 1 (the limits: scontrol",
+            )
+            for reason in (
+                "ReservationDeleted",
+                "ReservationInvalid",
+                "Reservation_workshop_was_deleted",
+                "Reservation workshop is invalid",
+            )
+        ),
+        ("pending", "Reservation", ""),
+        ("pending", "PartitionConfig", "scontrol update JobId=1 Partition=OTHER"),
+        ("pending", "MaxMemPerLimit", "scontrol update JobId=1 MinMemoryNode=MB"),
+        ("pending", "MaxJobsPerAccount", ""),
+        ("pending", "job_requeued_in_special_exit_state", "scontrol release 1"),
+        ("pending", "License_request_'a:9'_is_no_longer_valid,_holding_job", "scontrol release 1"),
+        ("pending", "BurstBufferOperation", "scontrol release 1"),
+        ("pending", "Job's_account_not_permitted_to_use_this_partition_(p_allows_a_not_b)", "Account=OTHER"),
+        ("pending", "Job's_QOS_not_permitted_to_use_this_partition_(p_allows_a_not_b)", "QOS=OTHER"),
+        (
+            "pending",
+            "uid_7_not_in_group_permitted_to_use_this_partition_(p)._groups_allowed:_a",
+            "Partition=OTHER",
+        ),
         ("pending", "Resources", ""),
         ("running", None, ""),
     ],
@@ -115,7 +142,7 @@ def test_of_a_run_that_was_moved_away_the_job_that_lives_on_is_named(
 ) -> None:
     on_a_cluster_with("", tmp_path, monkeypatch)
     run = tmp_path / "gone"
-    (tmp_path / "bin/squeue").write_text(f"#!/bin/sh\necho '7|{run}/logs/.submission_file_1.sh'\n")
+    (tmp_path / "bin/squeue").write_text(f"#!/bin/sh\necho '7|7|{run}/logs/.submission_file_1.sh'\n")
     said = cli(command, run)
     assert said.code == ExitCode.NOT_FOUND
     assert "job 7 of a run that was here" in said.err, said

@@ -62,7 +62,7 @@ def test_one_that_slurm_has_and_no_journal_knows_is_not_queued_again_but_written
     run: RunPaths, said: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = run.logs / "successor_of_37.sh"
-    monkeypatch.setenv("JOBS", f"40|/home/me/after.sh\n41|{script}\n42|{run.logs}/successor_of_3.sh")
+    monkeypatch.setenv("JOBS", f"40|40|/home/me/after.sh\n41|41|{script}\n42|42|{run.logs}/successor_of_3.sh")
     assert asyncio.run(queue_successor(run, CONFIG, "37")) == "41"
     assert not said.exists()
     assert last_job(run).job_id == "41"  # what `verl-slurm cancel` ends

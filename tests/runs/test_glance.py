@@ -11,6 +11,7 @@ from tests.journals import append_event
 from tests.many_runs import Kind, make_run
 from tests.processes import captured
 from verl_slurm.base.errors import SlurmMissing
+from verl_slurm.base.files import private_dir
 from verl_slurm.journal import files
 from verl_slurm.journal.status import read_status
 from verl_slurm.runs.glance import Glance, Seen, ask_for, find_runs, glance, glance_at_all, state_of
@@ -22,12 +23,12 @@ LONG = 800
 
 
 @pytest.fixture
-def squeue(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[int, tuple[str, str, str]], Questions]:
+def squeue(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[int, tuple[str, str, str, str]], Questions]:
     """What Slurm says, and each question that it was asked."""
-    states: dict[int, tuple[str, str, str]] = {}
+    states: dict[int, tuple[str, str, str, str]] = {}
     questions: Questions = []
 
-    async def answer(_: SlurmClient, users: set[int]) -> dict[int, tuple[str, str, str]]:
+    async def answer(_: SlurmClient, users: set[int]) -> dict[int, tuple[str, str, str, str]]:
         questions.append(set(users))
         return states
 
@@ -49,7 +50,9 @@ def state(root: Path) -> str:
         ("running", "PENDING", "queued"),
         ("running", "PENDING JobHeldUser", "held"),
         ("running", "PENDING BadConstraints", "held"),
-        ("running", "SPECIAL_EXIT job_requeued_in_held_state", "held"),
+        ("running", "SPECIAL_EXIT job requeued in special exit state", "held"),
+        ("running", "RESV_DEL_HOLD Reservation workshop was deleted", "held"),
+        ("running", "RESV_DEL_HOLD Priority", "queued"),
         ("running", "REQUEUE_HOLD JobHeldAdmin", "held"),
         ("running", "SUSPENDED", "suspended"),
         ("running", "STOPPED", "suspended"),
@@ -64,7 +67,7 @@ def state(root: Path) -> str:
 )
 def test_a_runs_state_is_what_its_files_and_slurm_say(
     tmp_path: Path,
-    squeue: tuple[dict[int, tuple[str, str, str]], Questions],
+    squeue: tuple[dict[int, tuple[str, str, str, str]], Questions],
     kind: Kind,
     slurm: str,
     shown: str,
@@ -73,32 +76,60 @@ def test_a_runs_state_is_what_its_files_and_slurm_say(
     make_run(tmp_path / "run", kind, num_events=num_events)
     if slurm:
         name, _, reason = slurm.partition(" ")
-        squeue[0][7] = (name, reason, "")
+        squeue[0][7] = (name, reason, "", "")
     assert state(tmp_path / "run") == shown
 
 
+@pytest.mark.parametrize(
+    ("slurm", "shown"),
+    [("PENDING", "queued"), ("PENDING JobHeldUser", "held"), ("RUNNING", "starting"), ("", "prepared")],
+)
+def test_a_run_whose_job_no_journal_names_is_what_slurm_says(
+    tmp_path: Path,
+    squeue: tuple[dict[int, tuple[str, str, str, str]], Questions],
+    monkeypatch: pytest.MonkeyPatch,
+    slurm: str,
+    shown: str,
+) -> None:
+    run = make_run(tmp_path / "run", "queued")
+    run.events.unlink()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert state(run.root) == "prepared"
+    assert squeue[1] == [], "without Slurm nobody is asked"
+    (private_dir(tmp_path / "bin") / "squeue").write_text("")
+    (tmp_path / "bin/squeue").chmod(0o700)
+    name, _, reason = slurm.partition(" ")
+    other = make_run(tmp_path / "other", "queued", job_id="8").root
+    squeue[0][8] = ("RUNNING", "", f"{other}/logs/8.sh", "/")
+    if slurm:
+        squeue[0][9] = (name, reason, "/opt/sbatch/multi_node.sbatch run", str(tmp_path))
+    runs = glance_at_all(tmp_path)
+    seen, _ = ask_for(runs)
+    assert [state_of(one, seen[one.root]) for one in runs] == ["starting", shown]
+
+
 def test_a_run_whose_saves_fail_says_so(
-    tmp_path: Path, squeue: tuple[dict[int, tuple[str, str, str]], Questions]
+    tmp_path: Path, squeue: tuple[dict[int, tuple[str, str, str, str]], Questions]
 ) -> None:
     paths = make_run(tmp_path / "run")
     paths.status.write_text(json.dumps(read_status(paths) | {"save_problem": "no space"}))
-    squeue[0][7] = ("RUNNING", "", "")
+    squeue[0][7] = ("RUNNING", "", "", "")
     assert state(tmp_path / "run") == "saves fail"
 
 
 def test_a_run_that_was_cancelled_before_it_started_is_not_gone(
-    tmp_path: Path, squeue: tuple[dict[int, tuple[str, str, str]], Questions]
+    tmp_path: Path, squeue: tuple[dict[int, tuple[str, str, str, str]], Questions]
 ) -> None:
     append_event(make_run(tmp_path / "run", "queued"), "cancel_asked")
     assert state(tmp_path / "run") == "cancelled"
 
 
 def test_slurm_is_asked_once_for_all_runs_and_not_for_those_that_are_over(
-    tmp_path: Path, squeue: tuple[dict[int, tuple[str, str, str]], Questions]
+    tmp_path: Path, squeue: tuple[dict[int, tuple[str, str, str, str]], Questions]
 ) -> None:
     for number in range(20):
         make_run(tmp_path / f"{number:02d}", "running" if number % 2 else "done", job_id=str(number))
-        squeue[0][number] = ("RUNNING", "", "")
+        squeue[0][number] = ("RUNNING", "", "", "")
     runs = glance_at_all(tmp_path)
     seen, problem = ask_for(runs)
     assert squeue[1] == [{os.getuid()}]
@@ -106,7 +137,7 @@ def test_slurm_is_asked_once_for_all_runs_and_not_for_those_that_are_over(
 
 
 def test_a_run_that_ends_between_the_two_looks_is_not_gone(
-    tmp_path: Path, squeue: tuple[dict[int, tuple[str, str, str]], Questions]
+    tmp_path: Path, squeue: tuple[dict[int, tuple[str, str, str, str]], Questions]
 ) -> None:
     paths = make_run(tmp_path / "run")
     run = glance(paths.root)
@@ -119,7 +150,7 @@ def test_a_run_that_ends_between_the_two_looks_is_not_gone(
 
 
 def test_without_an_answer_nothing_is_said_to_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def no_answer(_: SlurmClient, users: set[int]) -> dict[int, tuple[str, str, str]]:
+    async def no_answer(_: SlurmClient, users: set[int]) -> dict[int, tuple[str, str, str, str]]:
         raise SlurmMissing("Slurm does not answer")
 
     monkeypatch.setattr(SlurmClient, "states", no_answer)
@@ -212,9 +243,9 @@ def test_a_link_that_leads_nowhere_hides_no_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("job_id", ["9" * 5000, "٣", "-7", "7_1"])
 def test_a_job_number_that_is_none_is_a_run_that_is_gone(
-    tmp_path: Path, squeue: tuple[dict[int, tuple[str, str, str]], Questions], job_id: str
+    tmp_path: Path, squeue: tuple[dict[int, tuple[str, str, str, str]], Questions], job_id: str
 ) -> None:
-    squeue[0][3] = squeue[0][7] = ("RUNNING", "", "")
+    squeue[0][3] = squeue[0][7] = ("RUNNING", "", "", "")
     make_run(tmp_path / "run", job_id=job_id)
     assert state(tmp_path / "run") == "gone"
 

@@ -166,13 +166,15 @@ def test_the_signals_of_the_jobs_end_do_not_stop_a_command(stub: Stub) -> None:
 
 
 def test_the_environment_cannot_change_what_the_commands_print(stub: Stub, tmp_path: Path) -> None:
-    client = stub("echo ${SCONTROL_ALL:-none} $LC_ALL $SLURM_TIME_FORMAT")
+    client = stub("echo ${SCONTROL_ALL:-none} ${POSIXLY_CORRECT:-none} $LC_ALL $SLURM_TIME_FORMAT")
     os.environ["SCONTROL_ALL"] = "1"
     try:
         client = SlurmClient(
             {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SCONTROL_ALL": "1", "LC_ALL": "de_DE"}
+            # With it options end at the first other word: `show node n1 --all` would be refused.
+            | {"POSIXLY_CORRECT": "1"}
         )
-        assert asyncio.run(client.run(["scontrol"])).stdout == "none C %s\n"
+        assert asyncio.run(client.run(["scontrol"])).stdout == "none none C %s\n"
     finally:
         del os.environ["SCONTROL_ALL"]
 

@@ -1,5 +1,6 @@
 """A run has one job: however many submit it, on whichever cluster, and whatever sbatch answers."""
 
+import asyncio
 import os
 import re
 import shutil
@@ -17,10 +18,11 @@ from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.journal import events as ev
 from verl_slurm.journal.files import append_event, read_events
-from verl_slurm.runs.liveness import job_state
+from verl_slurm.runs.liveness import job_state, queued_jobs
 from verl_slurm.runs.requests import cancel_run
 from verl_slurm.runs.run_record import last_job
 from verl_slurm.slurm.runner import telling
+from verl_slurm.slurm.slurm_client import SlurmClient
 from verl_slurm.submit.checks.slurm_answers import judge_script
 from verl_slurm.submit.executor import MayBeQueued
 from verl_slurm.submit.submission import carry_out, plan_submission
@@ -58,7 +60,7 @@ class Slurm:
         (self.place / "bin" / name).chmod(0o700)
 
     def plan(self, **options: Any) -> SubmissionPlan:
-        queue = f'echo "7|$1" >> {self.place}/queue' if self.queues else ":"
+        queue = f'echo "7|7|$1" >> {self.place}/queue' if self.queues else ":"
         self.write(
             "sbatch", f'[ "$1" = --help ] && exit 0\necho x >> {self.place}/sent\n{queue}\n{self.answer}'
         )
@@ -141,13 +143,71 @@ def test_where_slurm_does_not_show_it_either_a_job_may_be_queued_and_the_run_sta
         carry_out(plan)
     assert slurm.run.run_yaml.exists()
     # It comes to light later: the next submit queues no second one, and `cancel` ends it.
-    (slurm.place / "queue").write_text(f"7|{slurm.run.logs}/.submission_file_x.sh\n")
+    (slurm.place / "queue").write_text(f"7|7|{slurm.run.logs}/.submission_file_x.sh\n")
     with pytest.raises(Fenced, match="job 7"):
         carry_out(slurm.plan())
     slurm.set_job(running(slurm.run, 7))
     slurm.write("scancel", f"echo $* > {slurm.place}/cancelled")
     assert cancel_run(slurm.run) == "7"
     assert (slurm.place / "cancelled").read_text() == "7\n"
+
+
+def script(name: str) -> str:
+    """Stands where the line that `submit --prepare-only` prints has it."""
+    return f"/opt/my site/sbatch/{name}"
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "sbatch").glob("*.sbatch")))
+@pytest.mark.parametrize("relative", [False, True])
+def test_a_job_that_was_queued_by_the_printed_line_is_the_runs_before_it_starts(
+    slurm: Slurm, name: str, relative: bool
+) -> None:
+    carry_out(slurm.plan(), prepare_only=True)
+    array = "9_[1-8%1]" if name == "chain.sbatch" else "9"
+    command = f"{script(name)} {'run' if relative else slurm.run.root}"
+    job = f"{array}|9|{command}|//|{slurm.place}\n"
+    (slurm.place / "queue").write_text(job)
+    assert "the run has a job of which its journal does not know" in refuses(lambda: carry_out(slurm.plan()))
+    slurm.set_job(re.sub("Command=.*", f"Command={command}", running(slurm.run, 9)))
+    slurm.write("scancel", f"echo $* > {slurm.place}/cancelled")
+    assert cancel_run(slurm.run) == "9"
+    assert (slurm.place / "cancelled").read_text() == "9\n"
+
+
+def test_another_script_that_has_the_run_as_its_argument_is_left_alone(slurm: Slurm) -> None:
+    carry_out(slurm.plan(), prepare_only=True)
+    jobs = (f"/home/me/look.sh {slurm.run.root}", f"{script('multi_node.sbatch')} {slurm.run.root}2")
+    text = "".join(f"{n}|{n}|{command}|//|{slurm.place}\n" for n, command in enumerate(jobs, 8))
+    (slurm.place / "queue").write_text(f"{text}11+1|12|{slurm.run.logs}/1.sh|//|/\n")
+    assert queued_jobs(slurm.run) == []
+    with pytest.raises(NotFound):
+        cancel_run(slurm.run)
+    assert carry_out(slurm.plan()).job_id == "7"
+
+
+@pytest.mark.parametrize("program", ["squeue", "scontrol"])
+def test_what_lies_in_a_hidden_partition_is_found(slurm: Slurm, program: str) -> None:
+    carry_out(slurm.plan(), prepare_only=True)
+    client = SlurmClient()
+    if program == "scontrol":
+        shows = "PartitionName=p Default=YES MaxTime=UNLIMITED TotalNodes=1 TotalCPUs=8 State=UP"
+        slurm.write("scontrol", f"""case "$*" in *--all*) echo '{shows}';; esac""")
+        assert [facts.name for facts in asyncio.run(client.partitions_of("p"))] == ["p"]
+        assert asyncio.run(client.default_partition()).name == "p"
+        assert asyncio.run(client.partitions()) == [], "Slurm does not offer it"
+        shows = "NodeName=n NodeAddr=a NodeHostName=n State=DOWN CPUTot=2"
+        slurm.write("scontrol", f"""case "$*" in *--all*) echo '{shows}';; esac""")
+        assert asyncio.run(client.node_addr("n")) == "a"
+        assert asyncio.run(client.lost_nodes("n")) == ("n",)
+        return
+    job = f"7|7|{slurm.run.logs}/1.sh|//|/"
+    slurm.write(
+        "squeue",
+        f"""case "$*" in *--all*%T*) echo '{job}' | sed 's/7.7/7|PENDING|None/';;
+        *--all*) echo '{job}';; esac""",
+    )
+    assert queued_jobs(slurm.run) == ["7"]
+    assert asyncio.run(client.states([0]))[7] == ("PENDING", "", f"{slurm.run.logs}/1.sh", "/")
 
 
 def test_a_job_whose_run_was_removed_is_named_with_what_ends_it(slurm: Slurm) -> None:

@@ -1,5 +1,7 @@
 """What a checkpoint to resume from must be is asked before anything is queued."""
 
+import asyncio
+import os
 import resource
 from pathlib import Path
 
@@ -7,15 +9,24 @@ import msgspec
 import pytest
 
 from tests.builders import run_config, write_manifest
-from verl_slurm.base.errors import ConfigError, DataError, KeyRefused, PermissionRefused
-from verl_slurm.base.files import write_file
+from verl_slurm.base.errors import ConfigError, DataError, KeyRefused, PermissionRefused, SlurmRefused
+from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.checks import told
 from verl_slurm.config.load import parse_config
-from verl_slurm.config.schema import DistributedConfig, RunConfig
+from verl_slurm.config.schema import DistributedConfig, RunConfig, ServiceConfig
+from verl_slurm.plan.plan_facts import from_slurm
+from verl_slurm.slurm.batch import obeyed_variables, unwanted_environment
+from verl_slurm.slurm.slurm_client import SlurmClient
 from verl_slurm.submit import check_list
 from verl_slurm.submit.check_list import check_gpus, check_metrics_port, check_resume_from
 from verl_slurm.submit.checks.model_files import check_model
-from verl_slurm.submit.checks.slurm_answers import place_notes, shell_notes
+from verl_slurm.submit.checks.slurm_answers import (
+    ask_slurm,
+    judge_partitions,
+    place_notes,
+    refusal,
+    shell_notes,
+)
 
 
 def _checkpoint(directory: Path, *, critic: bool) -> None:
@@ -104,8 +115,67 @@ def test_what_comes_with_the_shell_and_what_does_not_is_said(monkeypatch: pytest
     ):
         assert shell_notes(run_config(extra=extra), conf, {}) == []
     free = {"PropagateResourceLimits": "NONE"}
-    (note,) = shell_notes(run_config(), free, {"SBATCH_EXPORT": "NONE", "SBATCH_PARTITION": "a"})
-    assert note.line.startswith("SBATCH_EXPORT: not handed on")
+    kept, dropped = shell_notes(run_config(), free, {"SBATCH_EXPORT": "NONE", "SBATCH_PARTITION": "a"})
+    assert kept.line == "partition a, from SBATCH_PARTITION of this shell"
+    assert dropped.line.startswith("SBATCH_EXPORT: not handed on")
+
+
+SCONTROL = """#!/bin/sh
+case "$*" in
+*config*) echo 'ClusterName = here';;
+*"partition "[a-z]*) echo "PartitionName=$3 Default=NO MaxTime=UNLIMITED TotalNodes=1 TotalCPUs=64 State=UP";;
+*) echo 'PartitionName=short Default=YES MaxTime=01:00:00 TotalNodes=1 TotalCPUs=64 State=UP';;
+esac
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Slurm whose default partition has a limit of an hour, and the others none."""
+    for name in ("scontrol", "sbatch", "srun"):
+        (private_dir(tmp_path / "bin") / name).write_text(SCONTROL)
+        (tmp_path / "bin" / name).chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin", prepend=os.pathsep)
+
+
+@pytest.mark.parametrize(
+    ("partition", "shell", "judged"),
+    [(None, "", "short"), (None, "long", "long"), ("own", "long", "own")],
+    ids=["the default one", "the shell's", "the key's"],
+)
+def test_the_partition_that_is_judged_is_the_one_that_the_job_gets(
+    slurm: None, monkeypatch: pytest.MonkeyPatch, partition: str | None, shell: str, judged: str
+) -> None:
+    monkeypatch.setenv("SBATCH_PARTITION", shell)
+    config = run_config(partition=partition, time_limit_min=600, nodes=1, ranks=1)
+    says = ask_slurm(config)
+    planned = asyncio.run(from_slurm(config, SlurmClient()))[0]["notices_per_day"].basis
+    assert (says.partition.name, planned.rpartition(" ")[2]) == (judged, judged)
+    if judged == "short":
+        with pytest.raises(SlurmRefused, match="at most 60 min a job, 600 asked for"):
+            judge_partitions(config, says)
+    else:
+        assert judge_partitions(config, says) == []
+
+
+def test_a_variable_that_a_key_replaces_is_neither_obeyed_nor_judged(
+    slurm: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SBATCH_CLUSTERS", "elsewhere")
+    with pytest.raises(SlurmRefused, match="SBATCH_CLUSTERS"):
+        ask_slurm(run_config())
+    assert ask_slurm(run_config(extra={"clusters": "here"})).conf["ClusterName"] == "here"
+    # sbatch would take it for a service's component, too, and before the line of that.
+    service = ServiceConfig(command=("a",), nodes=1, slurm={"partition": "big"})
+    config = msgspec.structs.replace(RunConfig(), services={"judge": service})
+    assert obeyed_variables({"SBATCH_PARTITION": "long"}, config) == {}
+    assert "SBATCH_PARTITION" in unwanted_environment(["SBATCH_PARTITION"], config)
+
+
+def test_what_is_refused_by_a_variable_of_the_shell_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SBATCH_ACCOUNT", "lab")
+    assert refusal(run_config(), "Invalid account specified").where == "SBATCH_ACCOUNT=lab"
+    assert refusal(run_config(account="own"), "Invalid account").where == "slurm.account=own"
 
 
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 1234567\n"

@@ -1,5 +1,6 @@
 """Asks Slurm and the storage for what a plan needs. What does not answer is told in a line, and assumed."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean, median
@@ -11,6 +12,7 @@ from verl_slurm.checks.cluster_rules import expected_save, kill_wait_s, lost_aft
 from verl_slurm.checks.storage_probe import PlaceReport, probe_place
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.plan.plan_inputs import KnownValue, assumed
+from verl_slurm.slurm.batch import asked_partition
 from verl_slurm.slurm.slurm_client import SlurmClient
 from verl_slurm.submit.checks.run_directory import checkpoint_size
 
@@ -26,7 +28,7 @@ async def from_slurm(config: RunConfig, client: SlurmClient) -> tuple[dict[str, 
     """Returns what Slurm tells, by the names of `plan_inputs.LABELS`, and what it did not tell, a line each."""
     try:
         conf = await client.config()
-        name = config.slurm.partition
+        name = asked_partition(os.environ, config)
         first = name.partition(",")[0] if name else None
         partition = await (client.partition(first) if first else client.default_partition())
     except (SlurmMissing, NotFound) as error:

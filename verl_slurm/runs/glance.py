@@ -6,6 +6,7 @@ newest checkpoint's manifest. Where that is not enough, more is read, up to the 
 
 import asyncio
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -26,7 +27,15 @@ from verl_slurm.journal.files import read_last_events
 from verl_slurm.journal.history import History, Submission
 from verl_slurm.journal.pace import number
 from verl_slurm.journal.status import read_status
-from verl_slurm.runs.liveness import elsewhere, is_held, is_script_of, job_number, job_state, needed_change
+from verl_slurm.runs.liveness import (
+    elsewhere,
+    is_held,
+    is_script_of,
+    job_number,
+    job_state,
+    needed_change,
+    trains,
+)
 from verl_slurm.runs.run_record import job_by_files, with_cluster
 from verl_slurm.slurm.facts import is_stopped, is_waiting
 from verl_slurm.slurm.slurm_client import SlurmClient
@@ -239,8 +248,10 @@ def ask_for(runs: Sequence[Glance]) -> tuple[dict[Path, Seen], str]:
 
     A run that ended between our two looks is read again, and brought up to date in `runs`.
     """
-    # A snapshot does not know that its lead was killed.
-    waiting = [run for run in runs if not is_over(run)]
+    # A snapshot does not know that its lead was killed, and a run without a job may have one that waits: queued by
+    # the line that `submit --prepare-only` prints, it writes its first word when it starts.
+    prepared = [run for run in runs if run.job is None and not run.error] if shutil.which("squeue") else []
+    waiting = [run for run in runs if not is_over(run)] + prepared
     seen, problem = _ask(waiting)
     for run in waiting:
         if seen[run.root].alive is False and run.job is not None:
@@ -258,8 +269,7 @@ def _ask(runs: Iterable[Glance]) -> tuple[dict[Path, Seen], str]:
     seen: dict[Path, Seen] = {}
     at_slurm: list[Glance] = []
     for run in runs:
-        assert run.job is not None
-        if run.job.cluster == "slurm":
+        if run.job is None or run.job.cluster == "slurm":
             at_slurm.append(run)
         else:
             found = job_state(RunPaths(run.root), run.job)
@@ -274,20 +284,31 @@ def _ask(runs: Iterable[Glance]) -> tuple[dict[Path, Seen], str]:
         return seen | {run.root: Seen(None) for run in at_slurm}, error.one_line()
     # Slurm is asked for its name where a run has one to compare: a job number means nothing on another cluster.
     here = _cluster_here() if any(run.job is not None and run.job.slurm for run in at_slurm) else ""
+    named = {run.job.job_id for run in at_slurm if run.job is not None}
+    unnamed = {number: facts for number, facts in states.items() if str(number) not in named}
     for run in at_slurm:
         job = run.job
-        assert job is not None
+        if job is None:
+            seen[run.root] = _unnamed(run.root, unnamed)
+            continue
         if here and job.slurm and job.slurm != here:
             seen[run.root] = Seen(None, detail=elsewhere(job.slurm, here))
             continue
         number = job_number(job.job_id)
         # squeue lists what is not over, so a job that is missing is gone.
-        state, reason, script = states.get(-1 if number is None else number, ("", "", ""))
+        state, reason, script, _ = states.get(-1 if number is None else number, ("", "", "", ""))
         # Its number may be another job's by now. What we queue has its script in RUN/logs.
         if job.queued_by_us and script and not is_script_of(run.root, script):
             state, reason = "", ""
         seen[run.root] = Seen(bool(state), state, reason)
     return seen, ""
+
+
+def _unnamed(root: Path, states: Mapping[int, tuple[str, str, str, str]]) -> Seen:
+    """Returns what Slurm says of the newest job of a run whose journal names none."""
+    found = [job for job in states if trains(root, *states[job][2:])]
+    state, reason, *_ = states[max(found)] if found else ("", "")
+    return Seen(bool(state), state, reason)
 
 
 def _cluster_here() -> str:
@@ -302,7 +323,9 @@ def state_of(run: Glance, seen: Seen | None) -> str:
     if run.error:
         return run.error
     if run.job is None:
-        return "prepared"
+        if seen is None or seen.alive is False:
+            return "prepared"
+        return _in_queue(seen) or ("starting" if seen.alive else "prepared?")
     # The journal's end first: it is final whatever the scheduler, which may lag behind, still shows.
     if isinstance(run.word, Ended) and run.word.is_final:
         return run.word.outcome
@@ -310,10 +333,8 @@ def state_of(run: Glance, seen: Seen | None) -> str:
         return "cancelled" if run.is_cancelled else "gone"
     if seen is not None and seen.alive is None and seen.detail.startswith("it is of Slurm cluster"):
         return f"on {run.job.slurm}"
-    if seen is not None and is_stopped(seen.state):
-        return "suspended"
-    if seen is not None and is_waiting(seen.state):
-        return "held" if is_held(seen.detail) or needed_change(seen.detail) else "queued"
+    if seen is not None and (word := _in_queue(seen)):
+        return word
     state = str(run.status.get("state") or "")
     its_snapshot = run.status.get("job_id") == run.job.job_id
     # A snapshot of the job before this one says nothing about it.
@@ -323,3 +344,13 @@ def state_of(run: Glance, seen: Seen | None) -> str:
     if seen is not None and seen.alive:
         return state if of_this_job and state else "starting"
     return f"{state if of_this_job and state else 'queued'}?"
+
+
+def _in_queue(seen: Seen) -> str:
+    """Returns the word for a job that does not run; empty: it does, or nothing is known. Pure."""
+    if is_stopped(seen.state):
+        return "suspended"
+    if not is_waiting(seen.state):
+        return ""
+    # By the reason alone: RESV_DEL_HOLD stays the state of a job that was released and waits for its turn.
+    return "held" if is_held(seen.detail) or needed_change(seen.detail) else "queued"

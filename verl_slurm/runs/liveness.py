@@ -63,6 +63,12 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _OUR_SCRIPT = re.compile(r"\.submission_file_[0-9a-f]{32}\.sh|successor_of_\d+\.sh")
+# Those of `sbatch/`, which have RUN as their argument (`verl-slurm submit --prepare-only` prints the line).
+_SHIPPED_SCRIPT = re.compile(r"/(chain|heterogeneous|multi_node|pyxis|single_node)\.sbatch ")
+# The word is missing in the sentences about licenses that are gone, and about a requeue in a special state.
+_HELD = r"held|holding[_ ]job|JobHoldMaxRequeue|special[_ ]exit[_ ]state|BurstBufferOperation"
+_RESERVATION_GONE = r"Reservation(Deleted|Invalid|_.*_(was_deleted|is_invalid)$)"
+# By the beginning of Slurm's reason, or of the sentence that stands for it, whose blanks are `_` here.
 _CHANGES = {
     r"PartitionTimeLimit|(QOS|Assoc)Max\w*(WallDuration|MinutesPerJob)": "TimeLimit=MINUTES",
     # More of something than any job there may have; and too little of it.
@@ -72,12 +78,13 @@ _CHANGES = {
     r"QOSGrp\w*(?<!Run)Minutes|QOSGrpWall|QOSUsageThreshold": "QOS=OTHER",
     r"AssocGrp\w*(?<!Run)Minutes|AssocGrpWall": "Account=OTHER",
     # Not the number of nodes: what a run is divided over is settled when it is submitted.
-    r"PartitionDown|PartitionInactive|PartitionNodeLimit": "Partition=OTHER",
+    r"PartitionDown|PartitionInactive|PartitionNodeLimit|PartitionConfig|uid_\d+_not_in_group": "Partition=OTHER",
     r"BadConstraints": "Features=OTHER",
     r"DependencyNeverSatisfied": "Dependency=",
-    r"InvalidAccount|AccountNotAllowed": "Account=OTHER",
-    r"InvalidQOS|QOSNotAllowed": "QOS=OTHER",
-    r"ReservationDeleted": "ReservationName=",
+    r"InvalidAccount|AccountNotAllowed|Job's_account_not": "Account=OTHER",
+    r"InvalidQOS|QOSNotAllowed|Job's_QOS_not": "QOS=OTHER",
+    r"MaxMemPerLimit": "MinMemoryNode=MB",
+    _RESERVATION_GONE: "ReservationName=",
 }
 
 
@@ -127,9 +134,16 @@ def elsewhere(cluster: str, here: str) -> str:
 
 
 def queued_jobs(paths: RunPaths) -> list[str]:
-    """Returns the run's unfinished jobs by their batch scripts in RUN/logs, newest last. SlurmMissing: no answer."""
+    """Returns the run's unfinished jobs by their commands (`trains`), newest last. SlurmMissing: no answer."""
     jobs = asyncio.run(SlurmClient().own_jobs())
-    return [number for number, script in jobs if is_script_of(paths.root, script)]
+    return [number for number, command, where in jobs if trains(paths.root, command, where)]
+
+
+def trains(root: Path, command: str, where: str) -> bool:
+    """Returns whether a job of this command is one of the run's, by that alone. `where`: its working directory."""
+    # Another script with RUN as an argument may look at the run, or copy it: `cancel` must not end that one.
+    by_hand = _SHIPPED_SCRIPT.search(command) is not None
+    return runs_here(root, command, where) if by_hand else is_script_of(root, command)
 
 
 def unknown_jobs(paths: RunPaths, history: History) -> list[str]:
@@ -159,8 +173,11 @@ def way_on(facts: JobFacts) -> str:
     change = needed_change(reason) if facts.is_waiting else ""
     if not change:
         return ""
-    limits = f"scontrol show partition {facts.partition}"
-    if reason.startswith(("QOS", "Assoc")):
+    limits = f"scontrol show partition {facts.partition} --all"
+    if change == _CHANGES[_RESERVATION_GONE]:
+        # Slurm has held it, too.
+        change, limits = f"{change}; scontrol release {facts.target}", "scontrol show reservation"
+    elif reason.startswith(("QOS", "Assoc")):
         limits = "sacctmgr show qos; sacctmgr show assoc user=$USER; sshare"
     return (
         f"Slurm starts it only after a change: scontrol update JobId={facts.target} {change} (the limits: {limits}), "
@@ -170,28 +187,30 @@ def way_on(facts: JobFacts) -> str:
 
 def is_held(reason: str) -> bool:
     """Returns whether a waiting job stands until somebody releases it: held, or requeued too often. Pure."""
-    return re.search("held|JobHoldMaxRequeue", reason, re.IGNORECASE) is not None
+    return re.search(_HELD, reason, re.IGNORECASE) is not None
 
 
 def needed_change(reason: str) -> str:
     """Returns what has to be changed of a waiting job before Slurm starts it; empty: it waits for its turn. Pure."""
     # The reasons are those of `job_reason_string` in Slurm's slurm_protocol_defs.c.
+    # squeue has blanks where scontrol has `_`.
+    reason = reason.replace(" ", "_")
     return next((change for pattern, change in _CHANGES.items() if re.match(pattern, reason)), "")
 
 
-def runs_here(root: Path, job: JobFacts) -> bool:
-    """Returns whether Slurm itself ties the job to the run, by its script in RUN/logs, or RUN as an argument of it."""
+def runs_here(root: Path, command: str, where: str | None) -> bool:
+    """Returns whether Slurm itself ties a job to the run, by its script in RUN/logs, or RUN as an argument of it."""
     # A journal proves nothing: a run that was handed over brings its own.
-    _, *words = (job.command or "").split(" ")
+    _, *words = command.split(" ")
     # Slurm writes no quotes: RUN, and the path of a script in it, may contain blanks.
     arguments = [*words, *(" ".join(words[start:]) for start in range(len(words)))]
-    return is_script_of(root, job.command or "") or _names(root, arguments, job.work_dir)
+    return is_script_of(root, command) or _names(root, arguments, where)
 
 
 def may_be_of(root: Path, job: JobFacts, *, queued_by_us: bool) -> bool:
     """Returns whether a job with this number can be the run's (`queued_by_us`: by `submit` or a lead)."""
     # On another cluster, and where a cluster's numbers begin anew, the number is another job's.
-    if runs_here(root, job) or job.command is None:
+    if job.command is None or runs_here(root, job.command, job.work_dir):
         return True  # a site may hide it
     # A script that somebody wrote by hand need not name the run.
     return not queued_by_us and job.user_id == os.stat(root).st_uid

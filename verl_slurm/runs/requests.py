@@ -85,7 +85,7 @@ def _cancel_unknown(run: RunPaths, error: NotFound) -> str:
     if unknown := unknown_jobs(run, history) if shutil.which("squeue") else []:
         append_event(run, CancelAsked())
         for number in unknown:
-            asyncio.run(SlurmClient().cancel(int(number.partition("_")[0])))
+            asyncio.run(SlurmClient().cancel(int(number)))
         return ", ".join(unknown)
     # By nothing else can another cluster tell that a job is over which ended without a word.
     silent = job is not None and not history.has_ended(job.job_id) and not history.is_cancelled
@@ -199,7 +199,7 @@ def _require_own(run: RunPaths, job: Submission, by_hand: str) -> None:
         return
     # A run that was handed over brings its own journal, which may name any job of the user's.
     facts = asyncio.run(SlurmClient().job(int(job.job_id)))
-    if not runs_here(run.root, facts):
+    if not runs_here(run.root, facts.command or "", facts.work_dir):
         raise SlurmRefused(
             f"{run.events} names a job of which Slurm does not say that it is this run's",
             where=job.job_id,

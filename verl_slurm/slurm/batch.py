@@ -191,10 +191,28 @@ def batch_script(config: RunConfig) -> str:
 
 def unwanted_environment(names: list[str], config: RunConfig) -> list[str]:
     """Lists the variables to leave out when submitting."""
+    kept = _KEEP | set(_kept(config).values())
+    return [name for name in names if _SBATCH_VARIABLE.fullmatch(name) and name not in kept]
+
+
+def _kept(config: RunConfig) -> dict[str, str]:
+    """Returns the options that no key gives, and the variable that may give each."""
     given = {"account": config.slurm.account, "partition": config.slurm.partition, "qos": config.slurm.qos}
     chosen = {option for option, value in given.items() if value is not None} | set(config.slurm.extra)
-    kept = _KEEP | {name for name, option in _KEEP_UNLESS_SET.items() if option not in chosen}
-    return [name for name in names if _SBATCH_VARIABLE.fullmatch(name) and name not in kept]
+    # sbatch takes a variable for all components, and before the lines of the script.
+    chosen |= {option for service in config.services.values() for option in service.slurm}
+    return {option: name for name, option in _KEEP_UNLESS_SET.items() if option not in chosen}
+
+
+def obeyed_variables(environ: Mapping[str, str], config: RunConfig) -> dict[str, str]:
+    """Returns the options that the job takes from the shell that submits, and the variable of each."""
+    return {option: name for option, name in _kept(config).items() if environ.get(name)}
+
+
+def asked_partition(environ: Mapping[str, str], config: RunConfig) -> str | None:
+    """Returns the partition, or several, that the job asks for; None: the default one."""
+    shell = obeyed_variables(environ, config).get("partition")
+    return environ[shell] if shell else config.slurm.partition
 
 
 def submission_environment(environ: Mapping[str, str], config: RunConfig) -> dict[str, str]:

@@ -18,6 +18,8 @@ NODE_LIST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,\[\]-]{0,65535}")
 """Slurm's bracket form: `gpu[01-04,07],login1`."""
 JOB = re.compile(r"[0-9]{1,10}(_[0-9]{1,10})?")
 """A job, or one task of an array: `JobFacts.target`."""
+WORK_DIR = "|//|"
+"""Stands before a job's working directory, in whose path it cannot be, as a `|` can."""
 
 
 def _checked(pattern: re.Pattern[str], value: str) -> str:
@@ -39,20 +41,22 @@ def show_job_json(job_id: int) -> list[str]:
 
 
 def show_node(name: str) -> list[str]:
-    return ["scontrol", "show", "node", _checked(NAME, name)]
+    # --all, here and below: Slurm shows no hidden partition otherwise, none that the user's groups have lost, and
+    # neither their nodes nor the user's own jobs there. `show job`, sinfo with --partition, and sacct show them.
+    return ["scontrol", "show", "node", _checked(NAME, name), "--all"]
 
 
 def show_nodes(node_list: str) -> list[str]:
     """Shows all nodes of a job in one command."""
-    return ["scontrol", "show", "node", _checked(NODE_LIST, node_list)]
+    return ["scontrol", "show", "node", _checked(NODE_LIST, node_list), "--all"]
 
 
 def show_partition(name: str) -> list[str]:
-    return ["scontrol", "show", "partition", _checked(NAME, name)]
+    return ["scontrol", "show", "partition", _checked(NAME, name), "--all"]
 
 
-def show_partitions() -> list[str]:
-    return ["scontrol", "show", "partition"]
+def show_partitions(*, hidden: bool = False) -> list[str]:
+    return ["scontrol", "show", "partition", *(["--all"] if hidden else [])]
 
 
 def list_nodes(partition: str) -> list[str]:
@@ -67,9 +71,8 @@ def list_nodes(partition: str) -> list[str]:
 
 
 def list_jobs() -> list[str]:
-    """Lists one line for each of our unfinished jobs: its number, and its batch script."""
-    # The script last: its path may contain the separator.
-    return ["squeue", "--me", "--noheader", "--format=%i|%o"]
+    """Lists one line for each of our unfinished jobs: its name, number, command and working directory."""
+    return ["squeue", "--me", "--all", "--noheader", f"--format=%i|%A|%o{WORK_DIR}%Z"]
 
 
 def sbatch_help() -> list[str]:
@@ -78,10 +81,10 @@ def sbatch_help() -> list[str]:
 
 
 def list_states(users: Iterable[int]) -> list[str]:
-    """Lists one line for each unfinished job of these users (uids): number, state, reason, batch script."""
+    """Lists one line for each unfinished job of these users (uids): `parse.parse_states` reads it."""
     listed = ",".join(str(int(user)) for user in sorted(users))
     # By user: one question for all runs, however many there are.
-    return ["squeue", "--noheader", f"--user={listed}", "--format=%A|%T|%r|%o"]
+    return ["squeue", "--all", "--noheader", f"--user={listed}", f"--format=%A|%T|%r|%o{WORK_DIR}%Z"]
 
 
 def list_past_jobs(partition: str, days: int) -> list[str]:

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 import msgspec
 
 from verl_slurm.base.errors import NotFound, SlurmMissing
+from verl_slurm.slurm.commands import WORK_DIR
 from verl_slurm.slurm.facts import JobFacts, NodeFacts, PartitionFacts
 
 _NOTHING = frozenset({"", "None", "N/A", "Unknown", "(null)", "NONE"})
@@ -37,18 +38,36 @@ def parse_time(text: str) -> datetime | None:
     return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S").astimezone(UTC)
 
 
-def parse_states(text: str) -> dict[int, tuple[str, str, str]]:
-    """Parses lines of `commands.list_states`: number to (state, reason, script); a reason of None is empty."""
-    found: dict[int, tuple[str, str, str]] = {}
+def parse_own_jobs(text: str) -> list[tuple[str, str, str]]:
+    """Parses lines of `commands.list_jobs`: (number, command, working directory), by their numbers."""
+    jobs = []
+    for line in text.splitlines():
+        name, _, rest = line.strip().partition("|")
+        number, _, rest = rest.partition("|")
+        command, _, where = rest.partition(WORK_DIR)
+        # `12+1` is a further component of heterogeneous job 12, which its first one, `12+0`, stands for. `12_3` and
+        # `12_[4-8]` are tasks of an array: the lead, and so the journal, has the number.
+        if re.fullmatch(r"[0-9]{1,10}", number) and ("+" not in name or name.endswith("+0")):
+            jobs.append((number, command, where))
+    return sorted(jobs, key=lambda job: int(job[0]))
+
+
+def parse_states(text: str) -> dict[int, tuple[str, str, str, str]]:
+    """Parses lines of `commands.list_states`: number to (state, reason, command, working directory).
+
+    A reason of None is empty.
+    """
+    found: dict[int, tuple[str, str, str, str]] = {}
     for line in text.splitlines():
         number, _, rest = line.strip().partition("|")
         state, _, rest = rest.partition("|")
+        rest, _, where = rest.partition(WORK_DIR)
         # The script's path is absolute, and both may contain the separator. Other jobs than batch jobs have none.
         reason, slash, script = rest.partition("|/")
         if not slash and reason.endswith("|(null)"):
             reason, slash, script = reason.removesuffix("|(null)"), "|", "(null)"
         if number.isascii() and number.isdigit() and state:
-            found[int(number)] = (state, "" if reason in _NOTHING else reason, slash[1:] + script)
+            found[int(number)] = (state, "" if reason in _NOTHING else reason, slash[1:] + script, where)
     return found
 
 

@@ -53,7 +53,7 @@ class SlurmClient:
         base = dict(os.environ if env is None else env)
         # variables that change what the commands print or do would be a hidden second command line
         for name in list(base):
-            if name.startswith(("SCONTROL_", "SQUEUE_", "SINFO_", "SCANCEL_")):
+            if name.startswith(("SCONTROL_", "SQUEUE_", "SINFO_", "SCANCEL_", "POSIXLY_CORRECT")):
                 del base[name]
         # English, because answers are told apart by their words; times in seconds since 1970, free of zones and summer
         # time.
@@ -192,35 +192,33 @@ class SlurmClient:
         text = await self._ask(commands.list_nodes(partition), "Slurm has no such partition", partition)
         return parse.parse_usable_nodes(text), list(parse.parse_usable_nodes(text, parse.IDLE))
 
-    async def own_jobs(self) -> list[tuple[str, str]]:
-        """Returns the number and the batch script of each of our unfinished jobs, the newest last. Raises as `job`."""
+    async def own_jobs(self) -> list[tuple[str, str, str]]:
+        """Returns number, command (batch script and arguments) and working directory of each of our unfinished jobs,
+        the newest last. The waiting tasks of an array are one job. Raises as `job`.
+        """
         text = await self._ask(commands.list_jobs(), "Slurm does not list jobs", None)
-        # The script is the line's rest: its path may contain the separator. `12+0` is the first component of a
-        # heterogeneous job, whose number is 12.
-        lines = (line.strip().partition("|") for line in text.splitlines())
-        jobs = [(number.removesuffix("+0"), script) for number, _, script in lines]
-        return sorted(
-            ((number, script) for number, script in jobs if commands.JOB.fullmatch(number)),
-            key=lambda job: int(job[0].partition("_")[0]),
-        )
+        return parse.parse_own_jobs(text)
 
     async def own_job_with(self, script: str) -> str:
         """Returns the newest unfinished job of ours with this batch script; empty if there is none. Raises as `job`."""
-        return next((number for number, run in reversed(await self.own_jobs()) if run == script), "")
+        return next((number for number, run, _ in reversed(await self.own_jobs()) if run == script), "")
 
-    async def states(self, users: Iterable[int]) -> dict[int, tuple[str, str, str]]:
-        """Returns (state, reason, script) of each unfinished job of these users (uids). Raises SlurmMissing."""
+    async def states(self, users: Iterable[int]) -> dict[int, tuple[str, str, str, str]]:
+        """Returns (state, reason, command, working directory) of each unfinished job of these users (uids).
+
+        Raises SlurmMissing.
+        """
         text = await self._ask(commands.list_states(users), "Slurm does not list jobs", None)
         return parse.parse_states(text)
 
     async def default_partition(self) -> PartitionFacts:
         """Returns the partition of jobs that name none. Raises as `job`."""
         return parse.parse_default_partition(
-            await self._ask(commands.show_partitions(), "Slurm has no partitions", None)
+            await self._ask(commands.show_partitions(hidden=True), "Slurm has no partitions", None)
         )
 
     async def partitions(self) -> list[PartitionFacts]:
-        """Returns all partitions. Raises SlurmMissing."""
+        """Returns all partitions that Slurm offers this user. Raises SlurmMissing."""
         return parse.parse_partitions(
             await self._ask(commands.show_partitions(), "Slurm has no partitions", None)
         )

@@ -38,6 +38,7 @@ from verl_slurm.journal.files import read_history
 from verl_slurm.program.programs import Moves
 from verl_slurm.runs.liveness import refuse_living
 from verl_slurm.runs.run_record import ended_well, has_begun, steps_done
+from verl_slurm.slurm.batch import asked_partition
 from verl_slurm.submit.checks import model_files, run_directory, slurm_answers
 from verl_slurm.submit.checks.code_trees import CodeChoice, TreesRead, plan_code
 from verl_slurm.submit.checks.model_and_reward import built_before, check_guest, check_names, check_reward
@@ -374,7 +375,7 @@ def _slurm(draft: Draft) -> list[Finding]:
 
 def _partition(draft: Draft) -> list[Finding]:
     found = slurm_answers.judge_partitions(draft.config, draft.answers)
-    name = draft.config.slurm.partition
+    name = asked_partition(os.environ, draft.config)
     return [*([good(f"partition {name}")] if name else []), *found]
 
 

@@ -492,7 +492,10 @@ def _listed_facts(run: Glance, state: str, seen: Seen | None) -> dict[str, Any]:
     return told_facts(run) | {
         "state": state,
         # `alive` is None where it is not known; such a job is not called over.
-        "job_over": is_over(run) or (seen is not None and seen.alive is False),
+        # A run without a job may have one that its journal does not name.
+        "job_over": is_over(run)
+        if seen is None or (run.job is None and not seen.alive)
+        else seen.alive is False,
         "job_alive": None if seen is None else seen.alive,
         "job_state": (seen.state or None) if seen is not None else None,
         "job_detail": (seen.detail or None) if seen is not None else None,

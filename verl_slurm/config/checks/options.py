@@ -10,6 +10,7 @@ _LONG_OPTION = re.compile(r"[a-z][a-z0-9-]{1,40}")
 OWN_OPTIONS = {
     **dict.fromkeys(("array", "error", "help", "no-requeue", "ntasks", "ntasks-per-node", "open-mode"), ""),
     **dict.fromkeys(("parsable", "requeue", "test-only", "usage", "version", "wait", "wrap"), ""),
+    "account": "slurm.account",
     "cpus-per-task": "slurm.cpus_per_node",
     "export": "env",
     "export-file": "env",
@@ -18,6 +19,8 @@ OWN_OPTIONS = {
     "mem": "slurm.mem_mb_per_node",
     "nodes": "distributed.nodes",
     "output": "run_dir",
+    "partition": "slurm.partition",
+    "qos": "slurm.qos",
     "signal": "slurm.signal_lead_s",
     "time": "slurm.time_limit_min",
 }

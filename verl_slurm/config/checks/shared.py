@@ -522,7 +522,7 @@ def _check_services(config: RunConfig, found: Complaints) -> None:
         wrong = not _SERVICE_NAME.fullmatch(name) or name in _TAKEN
         found.refuse_if(wrong, key, form, "choose another name", _TAKEN.get(name, repr(name)))
         _check_service(key, service, found)
-        for option in (set(service.slurm) & set(OWN_OPTIONS)) - {"mem"}:
+        for option in (set(service.slurm) & set(OWN_OPTIONS)) - {"account", "mem", "partition", "qos"}:
             remedy = f"set {key}.{_OF_SERVICES[option]}" if option in _OF_SERVICES else "remove it"
             there = "an option that submit sets itself"
             found.refuse_if(True, f"{key}.slurm.{option}", "another", remedy, there)

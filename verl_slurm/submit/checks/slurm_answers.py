@@ -33,7 +33,12 @@ from verl_slurm.config.schema import BUILTIN, RunConfig, nodes_of_components
 from verl_slurm.journal.files import read_history
 from verl_slurm.journal.steps import last_steps
 from verl_slurm.loops.reach import STEPS_LOOKED_AT, reach
-from verl_slurm.slurm.batch import submission_environment, unwanted_environment
+from verl_slurm.slurm.batch import (
+    asked_partition,
+    obeyed_variables,
+    submission_environment,
+    unwanted_environment,
+)
 from verl_slurm.slurm.commands import NODE_LIST
 from verl_slurm.slurm.facts import PartitionFacts
 from verl_slurm.slurm.requeue_rules import sparable
@@ -158,7 +163,7 @@ def ask_slurm(config: RunConfig) -> SlurmSays:
 
 async def _ask(config: RunConfig) -> SlurmSays:
     client = SlurmClient()
-    name = config.slurm.partition
+    name = asked_partition(os.environ, config)
     try:
         conf = await client.config()
         # Without a name the job goes to the default one, whose limits count then.
@@ -173,7 +178,7 @@ async def _ask(config: RunConfig) -> SlurmSays:
     except NotFound as error:
         raise SlurmRefused(
             "no default partition" if name is None else "no such partition",
-            where=error.where,
+            where=error.where if name == config.slurm.partition else f"{error.where}, from SBATCH_PARTITION",
             remedy="`sinfo -s` lists them; set slurm.partition to one of them",
         ) from None
     return SlurmSays(conf, several[0], tuple(several[1:]))
@@ -199,7 +204,8 @@ def _require_one_cluster(config: RunConfig, here: str) -> None:
     """Refuses a job for another cluster than the one that answers."""
     # Nothing here could see a job of another cluster.
     wanted = {"slurm.extra.clusters": str(config.slurm.extra.get("clusters") or "")}
-    wanted |= {name: os.environ.get(name, "") for name in ("SBATCH_CLUSTERS", "SLURM_CLUSTERS")}
+    shell = (obeyed_variables(os.environ, config).get("clusters"), "SLURM_CLUSTERS")
+    wanted |= {name: os.environ.get(name, "") for name in shell if name}
     for where, names in wanted.items():
         if names and here and names != here:
             raise SlurmRefused(
@@ -233,7 +239,8 @@ def partition_complaint(config: RunConfig, facts: PartitionFacts) -> str:
 
 def shell_notes(config: RunConfig, conf: Mapping[str, str], environ: Mapping[str, str]) -> list[Finding]:
     """Returns what comes, or does not come, with the shell that submits. `conf`: `scontrol show config`."""
-    notes = []
+    obeyed = obeyed_variables(environ, config)
+    notes = [warn(f"{option} {environ[name]}, from {name} of this shell") for option, name in obeyed.items()]
     if found := [
         name for name in unwanted_environment(sorted(environ), config) if name.startswith("SBATCH_")
     ]:
@@ -378,6 +385,8 @@ def refusal(config: RunConfig, said: str) -> SlurmRefused:
     keys = refused_keys(said)
     # What was not asked for cannot be what is too much.
     asked = [f"{key}={_value(config, key)}" for key in keys if _value(config, key) not in (0, "unset")]
+    obeyed = obeyed_variables(os.environ, config)
+    asked += [f"{name}={os.environ[name]}" for key in keys if (name := obeyed.get(key.rpartition(".")[2]))]
     if keys and (meant := _IN_EXTRA.get(keys[0])):
         asked += [
             f"slurm.extra.{name}={value}"
@@ -400,8 +409,6 @@ def refusal(config: RunConfig, said: str) -> SlurmRefused:
 
 def _key_of(option: str) -> str:
     """Returns the key for one of sbatch's options; empty: submit writes it, and no key does."""
-    if option in ("account", "partition", "qos"):
-        return f"slurm.{option}"
     return OWN_OPTIONS.get(option, f"slurm.extra.{option}")
 
 
