@@ -77,11 +77,11 @@ def test_a_run_killed_in_mid_step_ends_with_the_bits_of_its_twin(
     """SIGKILL among updates under deterministic algorithms, resumed by a new process, bit for bit."""
     paths = runs.make_on(device, "killed", PPO, every_steps=1)
     first = runs.start(paths, script={"rank": 0, "safe_point": 15, "action": "kill"})
-    assert first.code != 0
+    assert first.returncode != 0
     assert choose_resume(paths, "auto").name == "step_000001"
     second = runs.start(paths)
-    assert second.code == 0, second.err
-    assert "resumed step_000001" in second.out
+    assert second.returncode == 0, second.stderr
+    assert "resumed step_000001" in second.stdout
     assert_same(paths, lived["twin"])
 
 
@@ -96,8 +96,8 @@ def test_rollouts_of_vllm_are_neither_lost_nor_made_twice(runs: Runs, device: st
         for name in ("vllm-twin", "vllm")
     ]
     ended = runs.start(made[0])
-    assert ended.code == 0, ended.err
-    assert runs.start(made[1], script={"rank": 0, "safe_point": 12, "action": "kill"}).code != 0
+    assert ended.returncode == 0, ended.stderr
+    assert runs.start(made[1], script={"rank": 0, "safe_point": 12, "action": "kill"}).returncode != 0
     second = runs.start(made[1])
-    assert second.code == 0, second.err
+    assert second.returncode == 0, second.stderr
     assert_same(made[1], made[0])
