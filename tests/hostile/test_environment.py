@@ -288,7 +288,7 @@ SHOWN: dict[_Cell, str] = {
         "test_what_is_read_is_what_was_written_and_not_torn_damaged_or_taken_back"
     ),
     ("data, model, image and code, as an attempt begins", "fails"): (
-        "daemon/test_lead_local.py::test_storage_that_is_away_at_the_start_costs_one_start_and_not_the_job"
+        "daemon/test_lead.py::test_data_that_is_away_at_a_start_is_waited_for_by_name"
     ),
     ("data, model, image and code, as an attempt begins", "hangs"): (
         "daemon/test_start.py::test_a_start_that_waits_for_silent_storage_leaves_soon_after_a_signal"
