@@ -1,12 +1,17 @@
 """What a lead does last."""
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from verl_slurm_daemon.allocation.local import LocalAllocation
+from verl_slurm_daemon.lead import attempt_start
 from verl_slurm_daemon.lead.lead_loop import Lead
 
+from tests.builders import run_config
+from tests.fakes.faulty_mount import faulty_mount
 from tests.journals import append_event, read_events
 from verl_slurm.base.errors import Fenced
 from verl_slurm.base.exit_codes import ExitCode
@@ -14,6 +19,7 @@ from verl_slurm.base.fence import RunOwner, take_attempt
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.dataset.fingerprint.data_record import check_dataset
 from verl_slurm.journal.events import StartOverruled
 from verl_slurm.journal.history import History
 
@@ -92,3 +98,79 @@ def test_a_run_that_was_put_back_from_a_snapshot_gives_no_number_twice(paths: Ru
     config = RunConfig()
     asyncio.run(Lead(paths, config, OfACancelledJob(config, paths)).run())
     assert read_events(paths)[-1]["attempt"] == 3
+
+
+@contextlib.contextmanager
+def away(place: Path, how: str) -> Iterator[None]:
+    """Takes a file or a folder away for a moment."""
+    if how == "moved":
+        aside = place.rename(place.parents[2] / "aside")
+        yield
+        aside.rename(place)
+    elif how == "not mounted":  # the mount point stays
+        aside = place.rename(place.parents[2] / "aside")
+        place.mkdir()
+        yield
+        place.rmdir()
+        aside.rename(place)
+    else:
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(faulty_mount(place, "dead" if how == "dead" else "EIO"))
+            except OSError as error:
+                pytest.skip(f"NOT RUN: mounting a file system needs root and FUSE: {error}")
+            yield
+
+
+class UntilItIsBack(LocalAllocation):
+    """Storage is away at the first try of a start, and back at the second one; then the test ends the start."""
+
+    def __init__(self, config: RunConfig, paths: RunPaths, trouble: contextlib.ExitStack) -> None:
+        super().__init__(config, paths)
+        self._trouble, self._tries = trouble, 0
+
+    async def cancelled_before(self) -> str:
+        self._tries += 1
+        if self._tries == 2:
+            self._trouble.close()
+        return ""
+
+    async def address(self) -> str:
+        raise Fenced("all inputs were found whole")
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["first start", "second start"])
+@pytest.mark.parametrize(
+    ("place", "how", "named"),
+    [
+        (".", "dead", "data"),
+        ("part", "dead", "part"),
+        ("part", "EIO", "part"),
+        ("part", "not mounted", "part/b.jsonl"),
+        ("a.jsonl", "moved", "1 removed (a.jsonl)"),
+        ("part/b.jsonl", "moved", "part/b.jsonl"),
+        ("link.jsonl", "blob", "link.jsonl"),
+    ],
+)
+def test_data_that_is_away_at_a_start_is_waited_for_by_name(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch, place: str, how: str, named: str, again: bool
+) -> None:
+    monkeypatch.setattr(attempt_start, "IN_PLACE_S", (0.0,))
+    data = paths.root.parent / "data"
+    for name in ("a.jsonl", "part/b.jsonl", "../blobs/one"):
+        private_dir((data / name).parent)
+        (data / name).write_text("{}\n")
+    (data / "link.jsonl").symlink_to(data.parent / "blobs/one")
+    check_dataset(paths, data)
+    if again:
+        append_event(paths, "restart", number=1, progress="start+0")
+    config = run_config(root=str(data), no_progress_limit=9)
+    with contextlib.ExitStack() as trouble:
+        gone = data.parent / "blobs/one" if how == "blob" else data / place
+        trouble.enter_context(away(gone, "moved" if how == "blob" else how))
+        code = asyncio.run(Lead(paths, config, UntilItIsBack(config, paths, trouble)).run())
+    said = [event["text"] for event in read_events(paths) if event["event"] == "warning"]
+    assert len(said) == 1, said
+    assert named in said[0]
+    assert said[0].endswith("tries again in 0 s")
+    assert code is ExitCode.FENCED, "the second try found all of it"

@@ -97,7 +97,7 @@ import errno, sys
 from unittest.mock import patch
 from verl_slurm_daemon.__main__ import main
 stale = OSError(errno.ESTALE, "Stale file handle", "/data")
-with patch("verl_slurm_daemon.lead.lead_loop.check_dataset", side_effect=stale):
+with patch("verl_slurm.dataset.fingerprint.data_record.list_tree", side_effect=stale):
     sys.exit(main())  # the next life is a program of its own, and finds the storage well
 """
 

@@ -689,6 +689,7 @@ def test_a_node_is_blamed_only_where_all_of_several_failures_are_its_own(
 
 
 _ABSENT = "the key file cannot be read: /k (found No such file or directory)"
+_CLOSED = "a model file cannot be read: /m/config.json (found Permission denied)"
 
 
 @pytest.mark.parametrize("trained", [True, False])
@@ -698,6 +699,7 @@ _ABSENT = "the key file cannot be read: /k (found No such file or directory)"
         inputs.NodeFailed("n1", f"{NOT_SET_UP}: slurm.setup (found no file)"),
         inputs.ServiceLost(f"service judge on n1: {NOT_SET_UP}: services.judge.command"),
         inputs.RankSaid(msg.RankRefused(rank=1, exit_code=int(ExitCode.KEY), reason=_ABSENT)),
+        inputs.RankSaid(msg.RankRefused(rank=1, exit_code=int(ExitCode.DATA), reason=_CLOSED)),
     ],
 )
 def test_what_is_absent_is_the_environments_fault_once_ranks_have_trained(

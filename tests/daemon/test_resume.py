@@ -92,6 +92,34 @@ def test_a_checkpoint_of_another_run_is_copied_even_over_ours_of_that_name(
     assert len(list(run.root.glob("ledger.before.*"))) == 1
 
 
+@pytest.mark.parametrize("how", ["gone", "not mounted", "EIO", "name"])
+def test_a_named_checkpoint_that_is_away_is_waited_for(
+    run: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Of another run, which may prune it or lie on another file system; or ours, with RUN/checkpoints not mounted."""
+    theirs = save(RunPaths(tmp_path / "other"), 4)
+    ask_once(run)
+    wanted, real = "step_000004" if how == "name" else str(theirs), os.lstat
+    with monkeypatch.context() as patch:
+        if how == "EIO":
+
+            def fails(path: Path, **more: Any) -> os.stat_result:
+                if Path(path) == theirs:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+                return real(path, **more)
+
+            patch.setattr(os, "lstat", fails)
+        aside = theirs if how == "gone" else tmp_path / "other"
+        if how != "EIO":
+            aside.rename(tmp_path / "aside")
+        with pytest.raises(OSError, match="step_000004") as caught:
+            find_resume_point(run, wanted, 1)
+        if how != "EIO":
+            assert "verl-slurm submit" in str(caught.value)
+            (tmp_path / "aside").rename(aside)
+    assert find_resume_point(run, str(theirs), 1).name == theirs.name
+
+
 def sibling(run: RunPaths, step: int) -> Path:
     """A checkpoint of another run, which has another id."""
     other = RunPaths(private_dir(run.root.with_name("sibling")))

@@ -1,6 +1,7 @@
 """What a lead meets at its start: failing storage, edited files, a run that is done. Real leads, no Slurm, no torch."""
 
 import asyncio
+import errno
 import os
 import subprocess
 import sys
@@ -13,19 +14,20 @@ import msgspec
 import psutil
 import pytest
 from verl_slurm_daemon.lead import attempt_start
-from verl_slurm_daemon.lead.attempt_start import require_mounted
+from verl_slurm_daemon.lead.attempt_start import require_mounted, storage_fault
 
 from tests.builders import run_config, write_config
 from tests.harness import ROOT
 from tests.journals import append_event, read_events
 from tests.local_runs import lead, until
+from verl_slurm.base.errors import ConfigError, Fenced, KeyRefused, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.fence import read_owner, take_attempt
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.loop_checkpoint import LoopSave, clear_work, commit_tree
 from verl_slurm.config.load import load_resolved
-from verl_slurm.config.schema import EncryptionConfig
+from verl_slurm.config.schema import ContainerConfig, EncryptionConfig
 from verl_slurm.journal.events import Restart
 from verl_slurm.journal.history import History
 from verl_slurm.submit.submission import carry_out, plan_submission
@@ -306,6 +308,22 @@ def test_a_place_that_is_not_mounted_any_more_is_storage_that_is_away(
     require_mounted(config, History())
     with pytest.raises(FileNotFoundError, match=f"{away} was there when the run started"):
         require_mounted(config, _AGAIN)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ENOENT, errno.EIO])
+@pytest.mark.parametrize(("kind", "waits_first"), [(KeyRefused, False), (ConfigError, True)])
+def test_a_key_or_an_image_that_cannot_be_read_is_wrong_at_the_first_start_alone(
+    kind: type[VerlSlurmError], waits_first: bool, number: int
+) -> None:
+    config = run_config(container=ContainerConfig(image="/i.sif"))
+    error, cause = kind("it cannot be read"), OSError(number, os.strerror(number), "/i.sif")
+    error.__cause__ = cause
+    assert storage_fault(error, config, _AGAIN) is cause
+    first = number == errno.EIO or (waits_first and number == errno.EACCES)
+    assert storage_fault(error, config, History()) is (cause if first else None)
+    other = Fenced("another job has it")
+    other.__cause__ = cause
+    assert storage_fault(other, config, _AGAIN) is None
 
 
 @pytest.mark.parametrize("away", ["key_file", "old_key_files"])

@@ -208,6 +208,7 @@ def comes_back(stage: Stage) -> None:
 
 
 _Cell = tuple[str, str]
+_NAMED = "the checkpoint that `checkpoint.resume_from` names, as an attempt begins"
 _MOVED = "RUN moved or unmounted, while ranks train"
 _SET_UP = "commands, Python and secrets of ranks and services"
 _OPEN = "RUN, a checkpoint or a key that others can write, as after `chmod -R g+w`"
@@ -288,13 +289,20 @@ SHOWN: dict[_Cell, str] = {
         "test_what_is_read_is_what_was_written_and_not_torn_damaged_or_taken_back"
     ),
     ("data, model, image and code, as an attempt begins", "fails"): (
-        "daemon/test_lead_local.py::test_storage_that_is_away_at_the_start_costs_one_start_and_not_the_job"
+        "daemon/test_lead.py::test_data_that_is_away_at_a_start_is_waited_for_by_name"
     ),
     ("data, model, image and code, as an attempt begins", "hangs"): (
         "daemon/test_start.py::test_a_start_that_waits_for_silent_storage_leaves_soon_after_a_signal"
     ),
     ("data, model, image and code, as an attempt begins", "lies"): (
         "daemon/test_lead_local.py::test_changed_data_is_refused_by_name"
+    ),
+    (_NAMED, "fails"): "daemon/test_resume.py::test_a_named_checkpoint_that_is_away_is_waited_for",
+    (_NAMED, "hangs"): (
+        "daemon/test_start.py::test_a_start_that_waits_for_silent_storage_leaves_soon_after_a_signal"
+    ),
+    (_NAMED, "lies"): (
+        "checkpoint/test_recover.py::test_an_explicit_one_that_does_not_verify_is_an_error_and_stays"
     ),
     (_SET_UP, "hangs"): (
         "daemon/test_rank_environment.py::"

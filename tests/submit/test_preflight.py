@@ -3,14 +3,19 @@
 import asyncio
 import os
 import resource
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from tests.builders import run_config, write_manifest
+from tests.builders import run_config, write_config, write_manifest
+from tests.journals import append_event
 from verl_slurm.base.errors import ConfigError, DataError, KeyRefused, PermissionRefused, SlurmRefused
 from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.checks import told
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import DistributedConfig, RunConfig, ServiceConfig
@@ -57,6 +62,28 @@ def test_a_run_starts_from_no_checkpoint_of_the_other_algorithm(tmp_path: Path) 
     # One that cannot be read is left to the lead, which verifies it.
     (grpo / "manifest.json").write_bytes(b"?")
     check_resume_from(_config(grpo, "ppo"))
+
+
+@pytest.mark.parametrize("keeps", [{}, {"keep_every": 10}])
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_checkpoint_that_its_living_run_will_remove_is_named_with_the_way_on(
+    tmp_path: Path, keeps: dict[str, int], lives: bool
+) -> None:
+    source = RunPaths(private_dir(tmp_path / "a"))
+    write_config(source, keep_last=3, **keeps)
+    place = private_dir(source.checkpoints) / "step_000010"
+    _checkpoint(place, critic=True)
+    with subprocess.Popen(
+        [sys.executable, "-c", "input()", str(source.logs)], stdin=subprocess.PIPE, text=True
+    ) as controller:
+        job = {"job_id": str(controller.pid), "cluster": "local", "host": socket.gethostname()}
+        append_event(source, "started", attempt=1, **job)
+        if not lives:
+            controller.communicate("\n")
+        said = told(check_resume_from(_config(place, "ppo")))
+        if lives:
+            controller.communicate("\n")
+    assert (f"cp -a {place}" in str(said)) is (lives and not keeps), said
 
 
 def test_a_metrics_port_has_its_token_before_anything_is_queued(tmp_path: Path) -> None:

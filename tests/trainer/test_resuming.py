@@ -31,6 +31,7 @@ from verl_slurm.checkpoint.store.frozen import store_frozen
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import DistributedConfig, EncryptionConfig, TrainConfig
 from verl_slurm.dataset.fingerprint.data_record import fingerprint
+from verl_slurm.dataset.fingerprint.stored_tree import record_tree
 from verl_slurm.runtime_state import ledger
 from verl_slurm.runtime_state.ledger import Ledger
 from verl_slurm.save.ranks.collective import Collective
@@ -101,6 +102,22 @@ def test_a_file_of_the_model_that_is_away_is_named_and_waited_for(tmp_path: Path
     with pytest.raises(DataError) as caught:
         check_manifest(saved, run_config(ranks=2, path=str(model)), now, paths)
     assert caught.value.where == str(model / "tokenizer.json")
+    assert names_missing_file(caught.value.one_line())
+
+
+def test_a_file_of_what_is_held_out_that_is_away_is_named_and_waited_for(tmp_path: Path) -> None:
+    paths, held_out = RunPaths(private_dir(tmp_path / "run")), private_dir(tmp_path / "eval")
+    for name in ("a.jsonl", "b.jsonl"):
+        (held_out / name).write_text("{}\n")
+    was = fingerprint(held_out)
+    record_tree(private_dir(paths.frozen), was)
+    saved = private_dir(tmp_path / "step_000001")
+    write_manifest(saved, world_size=2, files=(), frozen={"eval_data": was.digest})
+    (held_out / "b.jsonl").unlink()
+    config = run_config(ranks=2, eval_root=str(held_out))
+    with pytest.raises(DataError) as caught:
+        check_manifest(saved, config, {"eval_data": fingerprint(held_out).digest}, paths)
+    assert caught.value.where == str(held_out / "b.jsonl")
     assert names_missing_file(caught.value.one_line())
 
 

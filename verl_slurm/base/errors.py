@@ -265,8 +265,8 @@ def names_storage_error(text: str) -> bool:
 
 
 def names_missing_file(text: str) -> bool:
-    """Returns whether an error's words name a file or a folder that is not there."""
-    return os.strerror(errno.ENOENT) in text
+    """Returns whether an error's words name a file or a folder that is not there, or may not be read."""
+    return os.strerror(errno.ENOENT) in text or os.strerror(errno.EACCES) in text
 
 
 def is_transient_storage_error(error: BaseException | None) -> bool:

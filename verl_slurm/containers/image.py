@@ -26,7 +26,7 @@ def file_digest(path: str) -> str:
             found=f"{path}: {error.strerror}",
             expected="a file that all nodes see (.sif, .sqsh)",
             remedy="set slurm.container.image",
-        ) from None
+        ) from error
 
 
 def pin_image(config: RunConfig) -> RunConfig:

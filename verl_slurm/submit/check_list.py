@@ -44,7 +44,12 @@ from verl_slurm.submit.checks.code_trees import CodeChoice, TreesRead, plan_code
 from verl_slurm.submit.checks.model_and_reward import built_before, check_guest, check_names, check_reward
 from verl_slurm.submit.checks.prompt_data import check_data
 from verl_slurm.submit.checks.ranks_environment import check_rank_environment
-from verl_slurm.submit.checks.resume_point import check_frozen_inputs, check_records, find_resume
+from verl_slurm.submit.checks.resume_point import (
+    check_frozen_inputs,
+    check_records,
+    find_resume,
+    source_may_go,
+)
 from verl_slurm.submit.checks.user_programs import check_hooks, check_services
 from verl_slurm.submit.checks.verl import check_verl
 from verl_slurm.submit.executor import render_script
@@ -267,7 +272,8 @@ def check_resume_from(config: RunConfig) -> list[Finding]:
         pass
     else:
         require_same_models(manifest, config, path)
-    return [good("the checkpoint to resume from")]
+    notes = [] if named else [source_may_go(path)]
+    return [good("the checkpoint to resume from"), *map(warn, filter(None, notes))]
 
 
 def check_container(config: RunConfig, cluster: Cluster) -> tuple[RunConfig, list[Finding]]:

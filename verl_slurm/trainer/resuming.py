@@ -113,7 +113,11 @@ def check_manifest(
     changed = [role for role in roles if manifest.frozen.get(role) != frozen.get(role)]
     if changed:
         # A purge, or a refresh in mid-way: with these words the daemon waits for the file (`names_missing_file`).
-        gone = lacking_file(paths, manifest.frozen.get("reference", ""), Path(config.model.path))
+        places = {"reference": config.model.path, "eval_data": config.data.eval_root}
+        trees = [
+            (manifest.frozen.get(role, ""), Path(places[role] or "")) for role in changed if role in places
+        ]
+        gone = next(filter(None, (lacking_file(paths, *tree) for tree in trees)), "")
         raise DataError(
             f"what does not train is not what the run started with: {', '.join(changed)}",
             where=gone or directory,

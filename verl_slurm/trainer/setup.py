@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl_slurm.base.bounded import vocabulary_of
 from verl_slurm.base.fence import require_attempt
+from verl_slurm.base.files import private_dir
 from verl_slurm.base.keys import Keyring, load_keys
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.run_id import run_id
@@ -31,6 +32,7 @@ from verl_slurm.dataset.fingerprint.data_record import (
     fingerprint,
     read as read_fingerprint,
 )
+from verl_slurm.dataset.fingerprint.stored_tree import record_tree
 from verl_slurm.dataset.prompts.chat_template import read_template
 from verl_slurm.dataset.prompts.choice import SUFFIXES
 from verl_slurm.dataset.prompts.directory import Content
@@ -477,6 +479,7 @@ def _first_look(
     files = {"data.root": _may_hold_prompts(data)}
     if config.data.eval_root is not None:  # it decides which prompts do not train
         held_out = fingerprint(config.data.eval_root)
+        record_tree(private_dir(paths.frozen, inside=paths.run), held_out)  # names a file that is away later
         frozen["eval_data"], files["data.eval_root"] = held_out.digest, _may_hold_prompts(held_out)
     template = None
     if config.data.chat_template not in ("auto", "none"):  # it decides the text of the prompts

@@ -18,7 +18,16 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from verl_slurm.base.bounded import JOURNAL, TooMuch
-from verl_slurm.base.errors import ConfigError, PermissionRefused, SlurmMissing, VerlSlurmError
+from verl_slurm.base.errors import (
+    ConfigError,
+    DataError,
+    DatasetDrift,
+    KeyRefused,
+    PermissionRefused,
+    SlurmMissing,
+    VerlSlurmError,
+    is_transient_storage_error,
+)
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import private_dir, share_output
 from verl_slurm.base.one_line import counted
@@ -262,6 +271,28 @@ def _is_away(place: Path | str) -> bool:
         return False
     except FileNotFoundError:
         return True
+
+
+def storage_fault(error: VerlSlurmError, config: RunConfig, history: History) -> OSError | None:
+    """Returns the fault of storage that made a place of the configuration unreadable; None: the place is wrong.
+
+    `error`: of the look at data, image, code or key before ranks are started.
+    """
+    cause = error.__cause__
+    # Those of `ENVIRONMENT` are waited for with their own words.
+    if not isinstance(error, ConfigError | DataError | DatasetDrift | KeyRefused) or not isinstance(
+        cause, OSError
+    ):
+        return None
+    if history.counts["restart"] or is_transient_storage_error(cause):
+        return cause
+    # At the first start a wrong path is more likely (`require_mounted`), or a key that the job may not read. The files
+    # below data.root were there as the run was submitted.
+    container = config.slurm.container
+    named = {str(data_root(config)), container.image if container is not None else ""}
+    absent = isinstance(cause, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+    wrong = isinstance(error, KeyRefused) or (absent and str(cause.filename) in named)
+    return None if wrong else cause
 
 
 def say_again(error: Exception, pause_s: float) -> None:

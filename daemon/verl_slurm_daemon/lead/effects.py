@@ -12,7 +12,7 @@ from functools import partial
 from typing import assert_never
 
 from verl_slurm.base.bounded import TooMuch
-from verl_slurm.base.errors import KeyRefused, VerlSlurmError, is_transient_storage_error
+from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.keys import load_keys
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.checkpoint.store.scrub import SETTLE_S, scrub_next
@@ -41,16 +41,11 @@ class Effects:
         """Reads the key; listens for agents; starts moving checkpoints to their tiers. May be called again
         after an error.
 
-        Raises KeyRefused, PermissionRefused: `keys.load_keys`. OSError, SlurmMissing: storage or Slurm does
-        not answer.
+        Raises KeyRefused, PermissionRefused: `keys.load_keys`, where storage fails, too (`storage_fault`). OSError,
+        SlurmMissing: storage or Slurm does not answer.
         """
         attempt = self.attempt
-        try:
-            attempt.keys = load_keys(attempt.config.checkpoint.encryption)
-        except KeyRefused as error:
-            if isinstance(error.__cause__, OSError) and is_transient_storage_error(error):
-                raise error.__cause__ from None
-            raise
+        attempt.keys = load_keys(attempt.config.checkpoint.encryption)
         await self.restarts.open()
         if not self._is_open:
             self._is_open = True

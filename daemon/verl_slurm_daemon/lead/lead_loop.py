@@ -351,8 +351,25 @@ class Lead:
 
     async def _begin(self, journal: Journal, effects: Effects) -> inputs.Ready:
         """Checks the conditions for starting ranks. Raises OSError, SlurmMissing: storage or Slurm is away."""
-        notices: list[str] = []
         history = await asyncio.to_thread(read_history, self._paths)
+        try:
+            await self._look_at_inputs(history, journal)
+            await effects.open()
+        except VerlSlurmError as error:
+            # Their words are those of `submit`, where the place is wrong. Here storage may be away.
+            if (fault := attempt_start.storage_fault(error, self._config, history)) is not None:
+                raise fault from None
+            raise
+        if self._metrics is not None and (problem := await self._metrics.open(self._allocation.address)):
+            journal.write(ev.Warned("metrics", problem))
+        history = await asyncio.to_thread(read_history, self._paths)
+        failed = history.failed_starts(self._allocation.job_id, self._allocation.restart)
+        counts = history.strangers, history.unfit, failed
+        return inputs.Ready(self._config.speakers, *counts, trained=history.has_trained)
+
+    async def _look_at_inputs(self, history: History, journal: Journal) -> None:
+        """Compares data, image and code with what the run was submitted with."""
+        notices: list[str] = []
         await asyncio.to_thread(attempt_start.require_mounted, self._config, history)
         await asyncio.to_thread(check_image, self._config)
         root = data_of(self._config)
@@ -365,13 +382,6 @@ class Lead:
             journal.write(ev.Notice("data", text))
         for event in await asyncio.to_thread(attempt_start.check_code, self._paths, self._config):
             journal.write(event)
-        await effects.open()
-        if self._metrics is not None and (problem := await self._metrics.open(self._allocation.address)):
-            journal.write(ev.Warned("metrics", problem))
-        history = await asyncio.to_thread(read_history, self._paths)
-        failed = history.failed_starts(self._allocation.job_id, self._allocation.restart)
-        counts = history.strangers, history.unfit, failed
-        return inputs.Ready(self._config.speakers, *counts, trained=history.has_trained)
 
     async def _watch_the_fence(self) -> None:
         """Checks whether the run is still ours, while nothing else happens: a lead may wait for srun."""

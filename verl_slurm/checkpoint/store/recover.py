@@ -72,8 +72,8 @@ def choose_resume(
         CheckpointCorrupt: an explicit one does not verify; or with `auto`, those left cannot be judged.
         KeyRefused: the same, for one that was not made with our key.
         PermissionRefused: it, or with `auto` the newest that is not damaged, is open to others.
-        NotFound: an explicit one does not exist.
-        OSError: storage does not give all bytes of the one to resume from, which may pass.
+        NotFound: this run has none of that name.
+        OSError: storage does not give all bytes of the one to resume from, or a path is not there, which may pass.
         ConfigError: an explicit one is partial.
     """
     if resume_from is None:
@@ -139,13 +139,23 @@ def _explicit(paths: RunPaths, resume_from: str, verifier: Callable[[Path], Verd
     named = checkpoint_order(resume_from) is not None
     # A name is one of this run's, and a relative path the user's: `step_000012` in the working directory is not meant.
     path = paths.checkpoints / resume_from if named else Path(resume_from).expanduser().resolve()
-    if not os.path.lexists(path):
-        raise NotFound(
-            "there is no such checkpoint",
-            where=path,
-            expected="a checkpoint directory, auto or null as checkpoint.resume_from",
-            remedy="verl-slurm list RUN shows what there is",
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        # As `lost_error`: with nothing beside it, its file system is away.
+        if named and set(names_in(paths.run, paths.checkpoints)) - {paths.latest.name}:
+            raise NotFound(
+                "there is no such checkpoint",
+                where=path,
+                expected="a checkpoint directory, auto or null as checkpoint.resume_from",
+                remedy="verl-slurm list RUN shows what there is",
+            ) from None
+        # It was there as the run was submitted, and may lie on another file system than the run.
+        what = (
+            "what checkpoint.resume_from names is gone: its run has removed it, or its file system is not mounted; "
+            f"another one: verl-slurm submit {shell_word(paths.root)} checkpoint.resume_from=PATH"
         )
+        raise FileNotFoundError(errno.ENOENT, what, str(path)) from None
     verdict = verifier(path)
     # Neither replaced by an older one nor set aside: the user named this one, and it may be another run's.
     if verdict.unreadable:

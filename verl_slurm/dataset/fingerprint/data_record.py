@@ -9,6 +9,7 @@ mtime and ctime is assumed to hash as before; `cache` lists what that cannot see
   each start (nodes are waiting), `verl-slurm fingerprint` without `--full`.
 """
 
+import errno
 import os
 import stat
 import time
@@ -95,7 +96,7 @@ def survey(
     # Before anything is read: a file is old enough for the cache if it was old at this moment.
     began_ns = clock_ns()
     old, notice = hash_cache.load(cache) if cache else ({}, None)
-    root = Path("/" if isinstance(place, tuple) else place)
+    root = _root_of(place)
     # A full look starts with no hashes: what the cache says is then compared with what was read.
     known = {} if full else dict(old)
     read_now: set[str] = set()
@@ -208,8 +209,9 @@ def check_dataset(
         notice: called for a hash cache that cannot be read or stored.
 
     Raises:
-        DatasetDrift: the data differs; `found` names the differing files.
-        DataError: it cannot be hashed.
+        DatasetDrift: the data differs; `found` names the differing files. Its cause is a FileNotFoundError where files
+            are missing, and nothing else differs.
+        DataError: it cannot be hashed. Its cause is the OSError of a file or folder that does not answer.
     """
     recorded = read(paths)
     seen = look(paths, place, recorded)
@@ -227,8 +229,19 @@ def check_dataset(
             found=difference.one_line(),
             expected=f"the files of {paths.fingerprint}",
             remedy="restore the data, or accept the change with verl-slurm submit --force-resume",
-        )
+        ) from _missing_alone(difference, seen)
     return seen.found
+
+
+def _missing_alone(difference: Drift, seen: Survey) -> FileNotFoundError | None:
+    """Returns the error of the missing files; None: something is changed or new as well."""
+    # A mount point without its file system is an empty directory, and those count.
+    new = any(seen.found.files[path].kind != "directory" for path in difference.added)
+    if new or difference.changed or not difference.removed:
+        return None
+    words = f"files that were there when the run started are missing: {difference.one_line()}"
+    what = f"{words}; restore them, or accept the change with verl-slurm submit --force-resume"
+    return FileNotFoundError(errno.ENOENT, what, str(seen.root / difference.removed[0]))
 
 
 def require_trained_on(found: Fingerprint, trained_on: str, place: DataPlace) -> None:
@@ -249,10 +262,15 @@ def place_of(place: DataPlace) -> str:
     return ", ".join(place) if isinstance(place, tuple) else str(place)
 
 
+def _root_of(place: DataPlace) -> Path:
+    return Path("/" if isinstance(place, tuple) else place)
+
+
 def _listed(place: DataPlace, *, numbers: bool) -> tuple[dict[str, ListedFile], list[str]]:
     """Returns the files by path, and the paths of directories. Raises as `survey`."""
     files: dict[str, ListedFile] = {}
     folders: list[str] = []
+    root = _root_of(place)
 
     def take(entry: Entry) -> bool:
         path, info = entry.path, entry.info
@@ -272,7 +290,11 @@ def _listed(place: DataPlace, *, numbers: bool) -> tuple[dict[str, ListedFile], 
         # Broken links, pipes, devices, and what lies too deep: training may fail on it, and nothing here can hash it.
         found = "a broken link" if entry.kind == "link" else f"a {entry.kind}, mode {info.st_mode:o}"
         expected = f"files and links to files, in at most {DEEPEST} folders"
-        raise _data_error("the data set cannot be read", place_of(place), f"{path}: {found}", expected)
+        # What a link leads to may lie on a file system that is away.
+        absent = FileNotFoundError(errno.ENOENT, found, str(root / path)) if entry.kind == "link" else None
+        raise _data_error(
+            "the data set cannot be read", place_of(place), f"{path}: {found}", expected
+        ) from absent
 
     if isinstance(place, tuple):
         _take_named(place, take)
@@ -283,7 +305,8 @@ def _listed(place: DataPlace, *, numbers: bool) -> tuple[dict[str, ListedFile], 
         with open_directory(place, follow=True) as fd:
             list_tree(fd, follow=True, numbers=numbers, keep=take)
     except OSError as error:
-        where = Path(place) / os.fsdecode(error.filename or "")
+        where = root / os.fsdecode(error.filename or "")
+        error.filename = str(where)
         raise _data_error(
             "the data set cannot be read", where, error.strerror, "a directory of files"
         ) from error

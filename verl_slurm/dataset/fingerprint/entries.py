@@ -116,7 +116,7 @@ def recorded_tree(folder: Path, digest: str) -> Fingerprint | None:
         tree = parse(data, FINGERPRINT)
     except (OSError, ValueError, RecursionError) as error:
         # Storage that does not answer says nothing about the tree.
-        if is_transient_storage_error(error):
+        if is_transient_storage_error(error) or isinstance(error, PermissionError):
             raise
         return None
     # Names come from a file: one that leads out of the copy is none of ours, whatever its digest.

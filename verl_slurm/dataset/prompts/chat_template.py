@@ -18,7 +18,7 @@ def read_template(path: Path) -> str:
     try:
         return read_regular(path, SMALL, follow=True).decode()
     except OSError as error:
-        raise DataError("no such chat template", where=path, found=error.strerror, remedy=remedy) from None
+        raise DataError("no such chat template", where=path, found=error.strerror, remedy=remedy) from error
     except ValueError as error:
         raise DataError("not a chat template", where=path, found=error, remedy=remedy) from None
 

@@ -42,7 +42,7 @@ def data_files(root: Path, config: DataConfig, *, key: str = "data.root") -> lis
         where = root / os.fsdecode(error.filename or "")
         raise DataError(
             "the data cannot be read", where=where, found=error.strerror, remedy="chmod u+rx"
-        ) from None
+        ) from error
     return choose(names, pattern, lambda name: _small(root / name), root=root, key=key)
 
 
@@ -116,7 +116,7 @@ def _small(path: Path) -> bytes:
             # Bounded: its name is all that is known of it.
             return file.read(_SMALL_BYTES)
     except (OSError, TooMuch) as error:
-        raise _unreadable(path, error) from None
+        raise _unreadable(path, error) from error
 
 
 def _unreadable(path: Path, error: OSError | TooMuch) -> DataError:

@@ -2,20 +2,23 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
 import msgspec
 
 from verl_slurm.base.bounded import DATA_FILES, SOURCE, decode_json, read_regular
-from verl_slurm.base.errors import UNREADABLE, CheckpointCorrupt, DataError, VerlSlurmError
+from verl_slurm.base.errors import UNREADABLE, CheckpointCorrupt, DataError, Fenced, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.fence import read_owner
 from verl_slurm.base.keys import load_keys
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.tree import files_below
+from verl_slurm.checkpoint.decide.retention import plan_prune
 from verl_slurm.checkpoint.format.info import CheckpointInfo, Verdict
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.lost import (
     former_checkpoint,
     found_elsewhere,
@@ -25,11 +28,13 @@ from verl_slurm.checkpoint.store.lost import (
 )
 from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
+from verl_slurm.config.load import load_resolved
 from verl_slurm.config.reward_spec import parse_reward, source_file
 from verl_slurm.config.schema import BUILTIN, RunConfig
 from verl_slurm.dataset.fingerprint.data_record import fingerprint
 from verl_slurm.dataset.fingerprint.entries import recorded_tree
 from verl_slurm.journal.files import read_history
+from verl_slurm.runs.liveness import refuse_living
 from verl_slurm.wire.reward_plan import read_reward_plan
 
 # Bytes of checkpoints that `submit` reads: seconds. The lead reads each byte in any case.
@@ -159,6 +164,35 @@ def _changed(paths: RunPaths, tree: Path, digest: str) -> str | None:
 
 class _TooLarge(Exception):
     pass
+
+
+def source_may_go(checkpoint: Path) -> str:
+    """Returns a warning about a checkpoint of another run that lives, and may remove it; empty: none known."""
+    checkpoint = checkpoint.resolve()
+    source = RunPaths(checkpoint.parent.parent)
+    if checkpoint.parent != source.checkpoints or not source.run_yaml.is_file():
+        return ""
+    # A note, so nothing that is wrong with the other run, or with Slurm, which is asked again, keeps this one from its
+    # queue.
+    with suppress(VerlSlurmError, OSError, ValueError):
+        try:
+            refuse_living(source)
+            return ""
+        except Fenced as error:
+            living = error.found
+        kept = load_resolved(source.run_yaml).checkpoint
+        infos = [info for info in list_checkpoints(source) if info.kind == "committed"]
+        # As if a newer one were there. One that is among the best now (`keep_best`) need not stay it.
+        newest = max(infos, key=lambda info: info.order)
+        to_come = replace(newest, step=newest.step + 1, name=f"step_{newest.step + 1:06d}")
+        plan = plan_prune([*infos, to_come], 1, keep_every=kept.keep_every)
+        if checkpoint.name in {one.name for one in plan.drop}:
+            copy = f"cp -a {shell_word(checkpoint)} DIR, then checkpoint.resume_from=DIR/{checkpoint.name}"
+            return (
+                f"checkpoint.resume_from: {source.root} lives ({living}) and removes {checkpoint.name} once it has "
+                f"{kept.keep_last} newer ones (keep_last), maybe before this job starts: {copy}"
+            )
+    return ""
 
 
 def find_resume(
