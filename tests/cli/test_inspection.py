@@ -1,6 +1,7 @@
 """`inspect` on one checkpoint and on two, made through the real commit; no torch is needed."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from tests.builders import runtime_state
 from tests.checkpoint.conftest import FILES, manifest_of, owns_it, stage
+from tests.journals import append_event
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
@@ -125,6 +127,28 @@ def test_inspect_says_what_is_in_a_checkpoint_as_json(cli: Cli, run: RunPaths) -
     assert facts["kl_window"] == [0.5, 0.25]
     (reward,) = [curve for curve in facts["history"] if curve["metric"] == "reward"]
     assert reward["values"] == [0.0, 0.25, 0.5, 0.75, 1.0]
+
+
+@pytest.mark.parametrize("words", [("inspect",), ("inspect", "{0}"), ("verify",)])
+@pytest.mark.parametrize("way", ["gone", "cut"])
+def test_a_newest_checkpoint_that_is_not_the_last_one_saved_is_said(
+    cli: Cli, run: RunPaths, words: tuple[str, ...], way: str
+) -> None:
+    for step in (1, 2):
+        path = save(run, step)
+        append_event(run, "verified", name=path.name)
+    argv = [words[0], *(word.format(run.root) for word in words[1:]), run.root]
+    assert (cli(*argv, "--json").json["lost"], "goes back" in cli(*argv).err) == ([], False)
+    if way == "gone":
+        shutil.rmtree(path)
+    else:
+        (path / "manifest.json").write_bytes(b"{")
+    said = "the run goes back to step_000001, and does step 2 again"
+    assert {said in line for line in cli(*argv, "--json").json["lost"]} == {True}
+    assert said in cli(*argv).err
+    assert said not in cli("inspect", "step_000001", "--run", run.root).err, "named, not the newest"
+    refused = cli("export", run.root, "--to", "hf", "--out", run.root.with_name("out"))
+    assert (refused.code, said in refused.err) == (ExitCode.DATA, True), "before the base model is missed"
 
 
 def test_inspect_shows_it_to_people_and_lists_tensors_when_asked(cli: Cli, run: RunPaths) -> None:

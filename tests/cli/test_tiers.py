@@ -11,6 +11,7 @@ import pytest
 from tests.builders import cold_tier, write_config
 from tests.checkpoint.conftest import manifest_of, owns_it, stage
 from tests.checkpoint.sealed import save_sealed
+from tests.journals import append_event
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.keys import new_key_file
@@ -49,7 +50,9 @@ def test_a_checkpoint_goes_out_and_comes_back(cli: Cli, run: RunPaths) -> None:
     assert shown.out.count("the last good one") == 2
     assert "incomplete" not in shown.out
     shutil.rmtree(run.checkpoints / "step_000010")
+    append_event(run, "verified", name="step_000011")
     back = cli("tiers", run.root, "--fetch-back", "--json").json
+    assert "step_000011 was verified and is gone" in back["lost"][0]
     assert (back["name"], back["tier"]) == ("step_000010", "cold")
     assert verify(Path(back["path"])).ok
     assert "is there and verifies" in cli("tiers", run.root, "--fetch-back", "step_000010").out

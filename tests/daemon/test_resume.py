@@ -323,6 +323,22 @@ def test_a_newest_that_no_tier_gives_back_is_missed(archived: RunPaths, tmp_path
     assert "step_000004 was verified and is gone" in _warned(archived, "step_000002")[0]
 
 
+@pytest.mark.parametrize("records", [None, b"", b'{"tiers": {}}'])
+def test_a_tier_is_asked_for_a_newest_of_which_the_record_is_gone(
+    archived: RunPaths, tmp_path: Path, records: bytes | None
+) -> None:
+    save(archived, 2)
+    append_event(archived, "verified", name="step_000004")
+    archived.tier_records.unlink()
+    if records is not None:
+        archived.tier_records.write_bytes(records)
+    (tmp_path / "cold").rename(tmp_path / "unmounted")
+    with pytest.raises(OSError, match="does not answer"):
+        find_resume_point(archived, "auto", 1, has_tiers=True)
+    (tmp_path / "unmounted").rename(tmp_path / "cold")
+    assert find_resume_point(archived, "auto", 1, has_tiers=True).name == "step_000004"
+
+
 def _warned(run: RunPaths, name: str) -> list[str]:
     """What a start from there warns of."""
     point = ResumePoint(name, (), name)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.builders import cold_tier, run_config, write_manifest
-from tests.checkpoint.conftest import manifest_of, owns_it, stage
+from tests.checkpoint.conftest import FILES, manifest_of, owns_it, stage
 from tests.harness import ROOT
 from tests.journals import append_event, read_events
 from verl_slurm.base.errors import (
@@ -47,6 +47,12 @@ def plan(paths: RunPaths, *words: str, **options: Any) -> SubmissionPlan:
     return plan_submission(ROOT / "configs/pytorch_loop.yaml", given, cluster="local", **options)
 
 
+def save(paths: RunPaths, step: int) -> Path:
+    """A checkpoint of such a loop."""
+    staging = stage(paths, step, files=FILES | {"guest/state": b"state"})
+    return commit(staging, manifest_of(staging, guest="loop"), attempt_check=owns_it)
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> RunPaths:
     """Two checkpoints."""
@@ -54,8 +60,7 @@ def run(tmp_path: Path) -> RunPaths:
     carry_out(plan(paths), prepare_only=True)
     append_event(paths, "started", attempt=1)
     for step in (1, 2):
-        staging = stage(paths, step)
-        commit(staging, manifest_of(staging), attempt_check=owns_it)
+        save(paths, step)
         append_event(paths, "verified", attempt=1, name=f"step_{step:06d}")
     return paths
 
@@ -266,3 +271,43 @@ def test_a_run_whose_run_yaml_is_gone_goes_on_after_the_named_command(run: RunPa
         plan(run)
     subprocess.run((caught.value.remedy or "").split("`")[1], shell=True, check=True)
     assert plan(run).resumes_from == "step_000002"
+
+
+@pytest.mark.parametrize("named", ["null", "step_000001", "PATH"])
+def test_a_checkpoint_that_is_named_is_gone_back_to_once_for_each_word(
+    run: RunPaths, tmp_path: Path, named: str
+) -> None:
+    if named == "PATH":
+        named = str(save(RunPaths(private_dir(tmp_path / "other")), 1))
+        private_dir(run.ledger)
+        run.ledger_segment(1, 0).write_bytes(head(1, 0))
+    word = f"checkpoint.resume_from={named}"
+
+    def follow(found: SubmissionPlan) -> None:
+        carry_out(found, prepare_only=True)
+        note_trained_with(run, load_resolved(run.run_yaml))  # as the lead does at the start
+        run.resume_once.unlink(missing_ok=True)
+
+    went_back = plan_submission(run.root, [word], cluster="local")
+    [note] = [note for note in went_back.notes if note.startswith(word)]
+    assert f"step_000002 will be moved to {run.quarantine}" in note
+    assert ("ledger" in note) is ("other" in named)
+    carry_out(went_back, prepare_only=True)
+    waiting = plan_submission(run.root, [], cluster="local")
+    assert waiting.config.checkpoint.resume_from == went_back.config.checkpoint.resume_from, (
+        "not followed yet"
+    )
+    follow(waiting)
+    save(run, 6)
+    shutil.copy(run.run_yaml, tmp_path / "my.yaml")
+    for source in (run.root, tmp_path / "my.yaml", run.root):
+        found = plan_submission(source, [], cluster="local")
+        assert found.resumes_from == "step_000006"
+        assert any(f"{word} was followed already" in note for note in found.notes)
+        assert carry_out(found, prepare_only=True).changed == ()
+        assert not run.resume_once.exists()
+        follow(found)
+    carry_out(plan_submission(run.root, [word], cluster="local"), prepare_only=True)
+    assert run.resume_once.exists(), "a word goes back again"
+    carry_out(plan_submission(run.root, ["checkpoint.resume_from=auto"], cluster="local"), prepare_only=True)
+    assert not run.resume_once.exists()

@@ -18,6 +18,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from tests.builders import begun_run
 from tests.fakes.torch_divider import fake_divider, shard_step
+from tests.journals import append_event
 from tests.verl.fake_shards import fsdp1_step, fsdp2_step, gathered
 from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, Fenced, NoRoom, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
@@ -245,12 +246,14 @@ def test_a_checkpoint_of_a_run_becomes_one_that_verifies_with_the_same_files(
     paths: RunPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = saved(paths)
+    append_event(paths, "verified", name="step_000005")
     before = files(source)
     out = tmp_path / "out"
     assert main(["reshard", str(paths.root), "--ranks", "3", "--out", str(out), "--json"]) == ExitCode.OK
     said = json.loads(capsys.readouterr().out)
     made = out / source.name
     assert said["checkpoint"] == str(made)
+    assert "step_000005 was verified and is gone" in said["lost"][0]
     assert said["ranks"] == {"before": 2, "after": 3}
     assert [one["role"] for one in said["models"]] == ["actor", "critic"]
     assert verify(made).ok

@@ -53,7 +53,7 @@ from verl_slurm.submit.checks.resume_point import (
 from verl_slurm.submit.checks.user_programs import check_hooks, check_services
 from verl_slurm.submit.checks.verl import check_verl
 from verl_slurm.submit.executor import render_script
-from verl_slurm.submit.relative_paths import Places, value_of
+from verl_slurm.submit.relative_paths import Places, value_of, with_values
 from verl_slurm.submit.submission_plan import Cluster, SubmissionPlan, reshaped, why_done
 from verl_slurm.verl.verl_inputs import data_of
 from verl_slurm.wire.http import read_token
@@ -166,6 +166,22 @@ def _directory(draft: Draft) -> list[Finding]:
     # Asked of a directory that is ours alone.
     draft.is_new = draft.plan.new_run = not draft.paths.run_yaml.exists()
     return [good("run directory")]
+
+
+def _followed(draft: Draft) -> list[Finding]:
+    """Takes `auto` for a checkpoint that a file names, and that the run has gone back to already."""
+    paths, wanted = draft.paths, draft.config.checkpoint.resume_from
+    former = _former(paths, draft.config)
+    # With the mark, no start has followed it yet.
+    if former is None or former.checkpoint.resume_from != wanted or paths.resume_once.exists():
+        return []
+    draft.plan.followed = wanted
+    draft.plan.config = with_values(draft.config, {"checkpoint.resume_from": "auto"})
+    word = shell_word(f"checkpoint.resume_from={wanted or 'null'}")
+    again = (
+        "the run goes on from its newest checkpoint; give it as a word behind `submit` to go back once more"
+    )
+    return [warn(f"{word} was followed already", remedy=again)]
 
 
 def _imported(config: RunConfig) -> tuple[str, ...]:
@@ -409,7 +425,7 @@ def _run(draft: Draft) -> list[Finding]:
     draft.committed = committed = [info for info in list_checkpoints(paths) if info.kind == "committed"]
     check_records(paths, committed)
     plan.begun = begun = has_begun(paths) or bool(former_checkpoint(paths, config))
-    former = _former(paths, config, begun=begun)
+    former = _trained(paths, config, begun=begun)
     # Before the comparison: the path of a built-in holds a hash of its builder, which differs after an upgrade.
     config = built_before(config, former)
     resharded = former.distributed.axes != config.distributed.axes
@@ -436,19 +452,23 @@ def _run(draft: Draft) -> list[Finding]:
 
 def changed_keys(paths: RunPaths, config: RunConfig, *, begun: bool) -> list[str]:
     """Returns the keys that differ from what the run has trained with. ConfigError: one may not."""
-    old = _former(paths, config, begun=begun)
+    old = _trained(paths, config, begun=begun)
     return refuse_changes(old, config, paths.root, begun=begun, steps_done=steps_done(paths))
 
 
-def _former(paths: RunPaths, config: RunConfig, *, begun: bool) -> RunConfig:
+def _trained(paths: RunPaths, config: RunConfig, *, begun: bool) -> RunConfig:
     """Returns the configuration that the run has trained with; before it has begun, that of its run.yaml."""
     written = load_resolved(paths.run_yaml)
     if not begun:
         return written
+    # run.yaml may have been edited while the job waited; compared with itself, no change would be found.
+    return _former(paths, config) or written
+
+
+def _former(paths: RunPaths, config: RunConfig) -> RunConfig | None:
     # Of the newest checkpoint, where the record of the newest ranks is missing or of another version.
     newest = next((info.path for info in list_checkpoints(paths) if info.kind == "committed"), None)
-    # run.yaml may have been edited while the job waited; compared with itself, no change would be found.
-    return trained_with(paths, config, newest) or written
+    return trained_with(paths, config, newest)
 
 
 def _resume_point(draft: Draft) -> list[Finding]:
@@ -562,6 +582,13 @@ def _resumes(draft: Draft) -> bool:
     return not draft.is_new or draft.config.checkpoint.resume_from not in (None, "auto")
 
 
+def _names_checkpoint_by_file(draft: Draft) -> bool:
+    key = "checkpoint.resume_from"
+    return (
+        not draft.is_new and draft.config.checkpoint.resume_from != "auto" and not draft.places.is_given(key)
+    )
+
+
 _Look = Callable[[Draft], list[Finding]]
 _SUBMIT: tuple[When, ...] = ("submit",)
 _DOCTOR: tuple[When, ...] = ("doctor",)
@@ -584,6 +611,13 @@ _OF_VERL = ("verl", "trainer", "model", "data", "distributed", "slurm", "run dir
 _OF_MODEL = ("model", "data", "trainer", "distributed", "rollout", "run directory")
 CHECKS: tuple[Check[Draft], ...] = (
     _submit("run directory", _directory, ("name", "run_dir")),
+    # First: what is looked at after it goes by where the run goes on from.
+    _submit(
+        "whether the run has gone back already",
+        _followed,
+        ("checkpoint", "run directory"),
+        _names_checkpoint_by_file,
+    ),
     Check("storage", _DOCTOR, _storage),
     _submit("packages", _packages, ("trainer", "slurm"), _runs_here),
     _submit(

@@ -56,7 +56,7 @@ class Places:
     def run_beside(self, run_dir: str) -> str:
         """Returns the run that is beside the YAML, if this one is to be new because the caller is elsewhere."""
         there = os.path.abspath(self._beside / Path(run_dir).expanduser())
-        is_other = not self._is_given("run_dir") and there != self.output(run_dir)
+        is_other = not self.is_given("run_dir") and there != self.output(run_dir)
         return there if is_other and os.path.lexists(os.path.join(there, "run.yaml")) else ""
 
     def path(self, key: str, text: str) -> str:
@@ -72,7 +72,7 @@ class Places:
     def _base(self, key: str, text: str) -> Path:
         path = Path(text).expanduser()
         # Nothing to decide: what the path is joined with has no influence, or both directories are one.
-        if path.is_absolute() or self._is_given(key) or self._beside == self._caller:
+        if path.is_absolute() or self.is_given(key) or self._beside == self._caller:
             return self._caller
         ours, theirs = self._beside / path, self._caller / path
         # lexists: a link that leads nowhere is there, and its error names the place that was meant.
@@ -98,7 +98,8 @@ class Places:
             remedy="write it out as an absolute path",
         )
 
-    def _is_given(self, key: str) -> bool:
+    def is_given(self, key: str) -> bool:
+        """Returns whether the command line sets this key."""
         # A word may set a whole section, and with it each path in it.
         return any(key == given or key.startswith(f"{given}.") for given in self.given)
 

@@ -31,7 +31,7 @@ from verl_slurm.submit.checks.run_directory import group_id
 from verl_slurm.submit.checks.slurm_answers import choose_cluster
 from verl_slurm.submit.checks.user_programs import python_not_run
 from verl_slurm.submit.executor import MayBeQueued, submit_job
-from verl_slurm.submit.relative_paths import Places, absolute, given_keys
+from verl_slurm.submit.relative_paths import Places, absolute, given_keys, with_values
 from verl_slurm.submit.submission_plan import SubmissionPlan, trains_line
 from verl_slurm.verl.verl_inputs import data_of
 
@@ -134,6 +134,9 @@ def carry_out(
     """
     plan.require_steps_to_do()
     config = build_builtins(plan.config)
+    if plan.followed != "auto":
+        # It stays in run.yaml, and with it in what the ranks are started with: the next submission knows it by that.
+        config = with_values(config, {"checkpoint.resume_from": plan.followed})
     paths = RunPaths(plan.run_dir)
     changed = [] if plan.new_run else changed_keys(paths, config, begun=plan.begun)
     # Before anything is made or locked: the data may take long to read, and the user may be asked.
@@ -205,8 +208,12 @@ def _write_run(undo: ExitStack, plan: SubmissionPlan, config: RunConfig) -> None
     # Before sbatch: the child that submits reads run.yaml, and the job may start at once.
     undoing.replace_content(undo, paths.run_yaml, dump(config))
     # A named checkpoint counts for one start, which removes the mark; a requeued job takes the newest.
-    if config.checkpoint.resume_from != "auto":
+    if plan.config.checkpoint.resume_from != "auto":
         undoing.make_mark(undo, paths.resume_once)
+    else:
+        # Of a submission that never started: its checkpoint is not in run.yaml any more.
+        undoing.keep_content(undo, paths.resume_once)
+        paths.resume_once.unlink(missing_ok=True)
     if plan.begins_again:
         undoing.make_mark(undo, paths.from_nothing)
     if not plan.begun and paths.orchestration.exists():

@@ -56,7 +56,10 @@ class SubmissionPlan(msgspec.Struct, kw_only=True):
     begun: bool = False
     """The run has a checkpoint or rollouts; until then any of its keys may change."""
     resumes_from: str | None = None
-    """The checkpoint that it goes on from: its newest that verifies, or the newest, too large to be read here."""
+    """The checkpoint that it goes on from: the one that the user named, its newest that verifies, or its newest, too
+    large to be read here."""
+    followed: str | None = "auto"
+    """A `checkpoint.resume_from` of a file that the run has followed already; `config` has `auto` in its place."""
     resume_read: bool = False
     """Every byte of it was read and is as it was written."""
     begins_again: str = ""

@@ -34,8 +34,8 @@ from verl_slurm.checkpoint.store.commit import sweep
 from verl_slurm.checkpoint.store.loop_checkpoint import sweep_work
 from verl_slurm.checkpoint.store.lost import (
     gone_back,
-    in_tiers,
     lost_rollouts,
+    may_be_in_tiers,
     missing_checkpoint,
     require_never_saved,
 )
@@ -222,7 +222,7 @@ def _newer_from_tiers(
     paths: RunPaths, choice: ResumeChoice, verifier: Callable[[Path], Verdict]
 ) -> ResumeChoice:
     lost, _ = missing_checkpoint(paths, read_history(paths), choice.name or "")
-    if not lost or not in_tiers(paths, lost):
+    if not lost or not may_be_in_tiers(paths, lost):
         return choice
     try:
         restore_newest(paths, lost)

@@ -188,15 +188,18 @@ def gone_back(paths: RunPaths, history: History | None, present: str, config: Ru
         where = f"no longer what was saved{_why_foreign(paths, name)}"
     elif any(entry.startswith(f"{name}.") for entry in names_in(paths.run, paths.quarantine)):
         where = f"set aside in {paths.quarantine}"
-    first = (checkpoint_order(present) or (0, 0))[0] + 1
+    elsewhere = found_elsewhere(config, paths, name) if config is not None else ""
+    instead = f"the next start looks for it in {elsewhere}; without it, " * bool(elsewhere)
+    again = f"the run goes back to {present}, and does {steps_between(present, name)} again"
+    return f"{name} was {done} and is {where}: {instead}{again}"
+
+
+def steps_between(start: str, name: str) -> str:
+    """Returns the steps from checkpoint `start` (empty: the beginning) to `name`, in words."""
+    first = (checkpoint_order(start) or (0, 0))[0] + 1
     step, within = checkpoint_order(name) or (0, 0)
     last = step + bool(within)
-    steps = f"steps {first} {'and' if last == first + 1 else 'to'} {last}" if last > first else f"step {last}"
-    elsewhere = found_elsewhere(config) if config is not None else ""
-    instead = f"the next start looks for it in {elsewhere}; without it, " * bool(elsewhere)
-    return (
-        f"{name} was {done} and is {where}: {instead}the run goes back to {present}, and does {steps} again"
-    )
+    return f"steps {first} {'and' if last == first + 1 else 'to'} {last}" if last > first else f"step {last}"
 
 
 def _why_foreign(paths: RunPaths, name: str) -> str:
@@ -298,9 +301,14 @@ def _of_attempt(paths: RunPaths, attempt: int | None) -> set[int]:
     return {rank for number, rank, path in found if number == attempt and path.stat().st_size >= HEAD_BYTES}
 
 
-def found_elsewhere(config: RunConfig) -> str:
-    """Returns the media where a start looks for what RUN/checkpoints lacks; empty: there is none."""
-    return "the tiers" if config.tiers else "the nodes' disks" if config.checkpoint.local_dir else ""
+def found_elsewhere(config: RunConfig, paths: RunPaths | None = None, wanted: str = "") -> str:
+    """Returns the media where a start looks for what RUN/checkpoints lacks; empty: there is none.
+
+    `paths` and `wanted`: it lacks this one, and has older ones.
+    """
+    if config.tiers and (paths is None or may_be_in_tiers(paths, wanted)):
+        return "the tiers"
+    return "the nodes' disks" if config.checkpoint.local_dir else ""
 
 
 def former_checkpoint(
@@ -365,13 +373,31 @@ def _found_beside(paths: RunPaths, events: Iterable[ev.Event]) -> str:
 def in_tiers(paths: RunPaths, wanted: str = "") -> str:
     """Returns where `wanted`, or the newest, was by the run's own records of tiers; empty: nowhere."""
     with suppress(FileNotFoundError, *UNREADABLE):
-        held = decode_json(
-            read_regular(paths.tier_records, RECORD), dict[str, dict[str, dict[str, object]]], RECORD
-        )
-        for tier, copies in held.get("tiers", {}).items():
-            for name in sorted(copies, reverse=True):
-                if checkpoint_order(name) is not None and wanted in ("", name):
-                    return f"{name} was in tier {tier}"
+        return _by_tier_records(paths, wanted)
+    return ""
+
+
+def may_be_in_tiers(paths: RunPaths, wanted: str) -> bool:
+    """Returns whether a start asks the tiers for `wanted`: the run's records or its journal name it there.
+
+    Records that are gone (RUN was put back without `control/`) or damaged say nothing against it.
+    """
+    try:
+        known = bool(_by_tier_records(paths, wanted))
+    except (FileNotFoundError, *UNREADABLE):
+        return True
+    return known or any(
+        isinstance(event, ev.TierCopied) and event.name == wanted for event in read_events(paths)
+    )
+
+
+def _by_tier_records(paths: RunPaths, wanted: str) -> str:
+    data = read_regular(paths.tier_records, RECORD)
+    held = decode_json(data, dict[str, dict[str, dict[str, object]]], RECORD)
+    for tier, copies in held.get("tiers", {}).items():
+        for name in sorted(copies, reverse=True):
+            if checkpoint_order(name) is not None and wanted in ("", name):
+                return f"{name} was in tier {tier}"
     return ""
 
 

@@ -37,8 +37,8 @@ from verl_slurm.checkpoint.tiers.run_copies import RunCopies, copy_checkpoint
 from verl_slurm.checkpoint.tiers.survey import Memory, OpenTier, open_tiers
 from verl_slurm.checkpoint.tiers.tier_plan import TierState, newest_first
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.journal.events import TierFailed, TierFetched
-from verl_slurm.journal.files import append_event
+from verl_slurm.journal.events import TierCopied, TierFailed, TierFetched, TierRemoved
+from verl_slurm.journal.files import append_event, read_events
 
 _FILES_AT_ONCE = 4
 # Seconds that a start waits for a checkpoint, plus the time for its bytes at this rate. A slower tier is given up.
@@ -127,8 +127,7 @@ def fetch_newest(
     for state in away:
         # To start from nothing would throw its checkpoints away. One that never had any, as at a first start, does not
         # stop it.
-        records = memory.records.get(state.name, {})
-        known = [name for name, record in records.items() if record.ok and only in ("", name)]
+        known = [name for name in _held(paths, memory, state.name) if only in ("", name)]
         if known:
             raise TierAway(
                 f"{only or 'no checkpoint'} is {'not' if only else 'left'} in the run, and a tier that has "
@@ -147,6 +146,19 @@ def fetch_newest(
             remedy="look at the tiers; checkpoint.resume_from=null begins afresh",
         )
     return Fetched(name=None, reasons=(*reasons, "no tier has a checkpoint of this run"))
+
+
+def _held(paths: RunPaths, memory: Memory, tier: str) -> set[str]:
+    """Returns what is in a tier by the records and, of what they do not name, by the journal: either may be lost."""
+    held = set[str]()
+    for event in read_events(paths):
+        match event:
+            case TierCopied(name=name, tier=where) if where == tier:
+                held.add(name)
+            case TierRemoved(name=name, tier=where) if where == tier:
+                held.discard(name)
+    records = memory.records.get(tier, {})
+    return (held - records.keys()) | {name for name, record in records.items() if record.ok}
 
 
 def _brought(name: str, tier: str) -> str:

@@ -63,7 +63,7 @@ def export(
     A part that the checkpoint does not hold (components, include_optimizer) is left out of the .pt layouts.
     Memory: hf needs one shard (5 GB) at a time, the .pt layouts one file (the largest: the optimizer's).
     """
-    directory = one_checkpoint(checkpoint, run)
+    directory, lost = one_checkpoint(checkpoint, run)
     look = Look(directory, keys_for(directory, key_file))
     # A guest's files are its own: there are no tensors in them that we know by name.
     require_own(look.manifest, directory)
@@ -90,7 +90,7 @@ def export(
     finally:
         bar.close()
     if as_json:
-        render.json_value(asdict(done))
+        render.json_value(asdict(done) | {"lost": lost})
         return
     render.fields(
         [

@@ -10,7 +10,7 @@ from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.specification import MANIFEST
 from verl_slurm.checkpoint.store.commit import StagingDirectory
-from verl_slurm.cli.checkpoint.verify_command import one_checkpoint
+from verl_slurm.cli.checkpoint.verify_command import Named, one_checkpoint
 from verl_slurm.cli.command_options import PLACE, RUN, Whole, command, flag, option
 from verl_slurm.cli.show import render
 from verl_slurm.containers.runtimes import contained_argv
@@ -58,7 +58,8 @@ def reshard(
     verl-slurm reshard RUN/checkpoints/step_000120 --ranks 3 --out divided
     verl-slurm submit my.yaml checkpoint.resume_from=divided/step_000120 distributed.dp_size=3
     """
-    directory = _named(checkpoint, run)
+    named = _named(checkpoint, run)
+    directory = named.path
     out = out.parent.resolve() / out.name
     # Before every byte is read.
     require_free(out, directory, "a divided checkpoint")
@@ -77,15 +78,15 @@ def reshard(
         for staging in below:
             counter = bar.counter("writing and comparing", plan.work_bytes)
             made = _make(source, division, staging, counter)
-    _say(source, plan, made, as_json=as_json, out=out)
+    _say(source, plan, made, named.lost, as_json=as_json, out=out)
 
 
-def _named(place: Path, run: RunPaths | None) -> Path:
+def _named(place: Path, run: RunPaths | None) -> Named:
     if run is not None or step_of(place.name) is None or not place.is_dir():
         return one_checkpoint(place, run)
     step = place.resolve()
     # The step in a checkpoint of a run has a manifest that vouches for it.
-    return step.parent if (step.parent / MANIFEST).exists() else step
+    return Named(step.parent if (step.parent / MANIFEST).exists() else step)
 
 
 def _make(source: DivisionSource, division: Division, staging: Path, counter: OnBytes) -> Made:
@@ -102,7 +103,13 @@ def _make(source: DivisionSource, division: Division, staging: Path, counter: On
 
 
 def _say(
-    source: DivisionSource, plan: ReshardPlan, made: Made | None, *, as_json: bool, out: Path | None = None
+    source: DivisionSource,
+    plan: ReshardPlan,
+    made: Made | None,
+    lost: tuple[str, ...],
+    *,
+    as_json: bool,
+    out: Path | None = None,
 ) -> None:
     path = None if made is None or out is None else out / made.path.name
     roles = [
@@ -118,6 +125,7 @@ def _say(
     if as_json:
         value: dict[str, Any] = {
             "source": str(source.directory),
+            "lost": lost,
             "ranks": {"before": plan.before, "after": plan.after},
             "models": roles,
             "generators": {"kept": plan.kept, "new": plan.new},

@@ -18,6 +18,7 @@ from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.checkpoint.tiers.fetch import fetch, fetch_newest
 from verl_slurm.checkpoint.tiers.mover import Pass, look as look_at_tiers, sync
 from verl_slurm.checkpoint.tiers.tier_plan import Action, TierCopy, last_good
+from verl_slurm.cli.checkpoint.verify_command import lost_newer
 from verl_slurm.cli.command_options import RUN, Whole, command, flag, option
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load_resolved
@@ -239,7 +240,9 @@ def _fetch_back(run: RunPaths, config: RunConfig, name: str | None, *, as_json: 
             where=run.root,
             remedy=f"verl-slurm tiers {shell_word(run.root)}",
         )
-    value = msgspec.to_builtins(fetched) | {"path": str(run.checkpoints / fetched.name)}
+    # The newest that a tier has need not be the last that the run saved.
+    lost = lost_newer(run) if name is None else ()
+    value = msgspec.to_builtins(fetched) | {"path": str(run.checkpoints / fetched.name), "lost": lost}
     render.answer(value, *fetched.reasons, as_json=as_json)
 
 

@@ -1,8 +1,9 @@
 """`verl-slurm verify`, `inspect` and `fingerprint`: what checkpoints and data hold, and whether that is as it was."""
 
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import msgspec
@@ -16,6 +17,7 @@ from verl_slurm.checkpoint.inspect.compare import SUBJECTS, compare, difference
 from verl_slurm.checkpoint.inspect.describe import describe
 from verl_slurm.checkpoint.store.catalog import list_checkpoints, newest_checkpoint
 from verl_slurm.checkpoint.store.frozen import frozen_digests
+from verl_slurm.checkpoint.store.lost import gone_back
 from verl_slurm.checkpoint.store.run_config import keys_at_hand, keys_for
 from verl_slurm.checkpoint.store.scrub import ScrubResult, scrub_frozen, scrub_one
 from verl_slurm.cli.command_options import PLACE, RUN, Number, command, flag, key_option, option
@@ -24,6 +26,7 @@ from verl_slurm.cli.show.run_tables import sparkline
 from verl_slurm.config.load import load_resolved
 from verl_slurm.dataset.fingerprint import data_record as prints
 from verl_slurm.dataset.fingerprint.cache import default_path
+from verl_slurm.journal.files import read_history
 from verl_slurm.verl.verl_inputs import data_of
 
 _UNCHECKED = "not checked"
@@ -86,12 +89,13 @@ def verify(
         bytes_per_s=rate and rate * 1e6,
         as_json=as_json,
     )
+    bar.close()
+    lost = lost_newer(RunPaths(place)) if (place / "run.yaml").is_file() else ()
     everything = [row for rows in read.values() for row in rows]
     # Of all checkpoints together: one that is signed is enough to say that its signature was not asked.
     is_signed = any(one.is_signed for _, one in read["checkpoints"])
     missing = missing or ("the run is configured with none" if is_signed else "")
     signature = "checked" if keys else f"{_UNCHECKED}: no key ({missing})" if missing else "none"
-    bar.close()
     if not as_json and signature.startswith(_UNCHECKED):
         render.warning(f"signature {signature}")
     good = all(one.verdict.ok for _, one in everything)
@@ -100,7 +104,7 @@ def verify(
     drifted, code = ([], ExitCode.OK) if run is None or no_data else _drift(run)
     bar.close()
     if as_json:
-        answer: dict[str, Any] = {"ok": good and not drifted, "signature": signature}
+        answer: dict[str, Any] = {"ok": good and not drifted, "signature": signature, "lost": lost}
         answer |= {kind: [_facts(path, one) for path, one in rows] for kind, rows in read.items()}
         render.json_value(answer | ({} if run is None else {"data": drifted}))
     else:
@@ -285,17 +289,39 @@ def _checkpoints_of(place: Path) -> dict[Path, int]:
     return {place: 0}
 
 
-def one_checkpoint(place: Path, run: RunPaths | None = None) -> Path:
+class Named(NamedTuple):
+    """The checkpoint that a word names."""
+
+    path: Path
+    lost: tuple[str, ...] = ()
+    """Of a run, whose newest it is: a newer one was saved, and cannot be used."""
+
+
+def lost_newer(run: RunPaths) -> tuple[str, ...]:
+    """Warns, and returns the lines, where the newest checkpoint of a run is not the last that it saved."""
+    lost = ""
+    # A colleague (`group`) need not see the journal.
+    with suppress(OSError, VerlSlurmError):
+        newest = newest_checkpoint(run.root).name
+        lost = gone_back(run, read_history(run), newest, load_resolved(run.run_yaml))
+    if not lost:
+        return ()
+    render.warning(lost)
+    return (lost,)
+
+
+def one_checkpoint(place: Path, run: RunPaths | None = None) -> Named:
     """Returns the checkpoint that a word names: a directory, a run (its newest), or with `run` a name in it."""
     # With --run a word is a name and never a path: a directory of that name may lie beside the caller.
     if run is not None:
         if not CHECKPOINT_NAME.fullmatch(str(place)):
             expected, remedy = "one like step_000012", f"`verl-slurm list {shell_word(run.root)}` lists them"
             raise NotFound("not a checkpoint's name", where=place, expected=expected, remedy=remedy)
-        return next(iter(_checkpoints_of(run.checkpoints / place))).resolve()
+        return Named(next(iter(_checkpoints_of(run.checkpoints / place))).resolve())
 
-    is_run = (place / "run.yaml").is_file()
-    return newest_checkpoint(place) if is_run else next(iter(_checkpoints_of(place))).resolve()
+    if (place / "run.yaml").is_file():
+        return Named(newest_checkpoint(place), lost_newer(RunPaths(place)))
+    return Named(next(iter(_checkpoints_of(place))).resolve())
 
 
 # The metrics that people look for first; the others follow in their own order.
@@ -345,10 +371,10 @@ def inspect(
     return ExitCode.OK if is_same else ExitCode.DIFFERENT
 
 
-def _describe(directory: Path, key_file: Path | None, *, tensors: bool, as_json: bool) -> None:
-    facts = describe(directory, keys_for(directory, key_file))
+def _describe(named: Named, key_file: Path | None, *, tensors: bool, as_json: bool) -> None:
+    facts = describe(named.path, keys_for(named.path, key_file))
     if as_json:
-        render.json_value(facts)
+        render.json_value(facts | {"lost": named.lost})
         return
     # From the manifest and small files, whose digests were checked; tensors are listed by their index and not read.
     render.fields(_overview(facts))
@@ -473,14 +499,15 @@ def _curves(curves: list[dict[str, Any]]) -> None:
         render.line(f"and {len(curves) - _MAX_CURVES} more metrics: --json")
 
 
-def _differ(a: Path, b: Path, key_file: Path | None, *, as_json: bool) -> bool:
+def _differ(a: Named, b: Named, key_file: Path | None, *, as_json: bool) -> bool:
     # A key for each side, since the two may be of two runs.
-    found = difference(a, b, keys_for(a, key_file), keys_for(b, key_file))
+    found = difference(a.path, b.path, keys_for(a.path, key_file), keys_for(b.path, key_file))
     if as_json:
         shown = [asdict(row) for row in found]
-        render.json_value({"a": str(a), "b": str(b), "same": not found, "differences": shown})
+        both = {"a": str(a.path), "b": str(b.path), "lost": (*a.lost, *b.lost)}
+        render.json_value(both | {"same": not found, "differences": shown})
         return not found
-    render.fields([("a", a), ("b", b)])
+    render.fields([("a", a.path), ("b", b.path)])
     # What does not differ is named as well: silence about a subject could mean that it was not looked at.
     same = [subject for subject in SUBJECTS if not any(row.subject == subject for row in found)]
     for subject in SUBJECTS:
@@ -496,11 +523,11 @@ def _differ(a: Path, b: Path, key_file: Path | None, *, as_json: bool) -> bool:
     return not found
 
 
-def _compare(a: Path, b: Path, key_file: Path | None, *, as_json: bool) -> bool:
+def _compare(a: Named, b: Named, key_file: Path | None, *, as_json: bool) -> bool:
     # Both are verified first: damage must not look like a difference.
-    found = compare(a, b, keys_for(a, key_file), keys_for(b, key_file))
+    found = compare(a.path, b.path, keys_for(a.path, key_file), keys_for(b.path, key_file))
     if as_json:
-        render.json_value(msgspec.to_builtins(found) | {"same": found.same})
+        render.json_value(msgspec.to_builtins(found) | {"same": found.same, "lost": (*a.lost, *b.lost)})
         return found.same
     if found.same:
         what = counted(found.num_files, "file") if found.num_files else counted(found.num_tensors, "tensor")

@@ -311,6 +311,8 @@ def submit_sweep(
 
     runs = swept_runs(words)
     plans = _plans(config, runs, verl, cluster, dry_run=dry_run)
+    for note in dict.fromkeys(note for plan in plans for note in plan.notes):
+        render.warning(note)
     if dry_run:
         if not as_json:
             render.warning(f"dry run: nothing is made or queued. Checked: {counted(len(plans), 'run')}")

@@ -13,11 +13,12 @@ from verl_slurm.base.errors import UNREADABLE, CheckpointCorrupt, DataError, Fen
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.fence import read_owner
 from verl_slurm.base.keys import load_keys
-from verl_slurm.base.one_line import shell_word
+from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.tree import files_below
 from verl_slurm.checkpoint.decide.retention import plan_prune
 from verl_slurm.checkpoint.format.info import CheckpointInfo, Verdict
+from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.lost import (
     former_checkpoint,
@@ -25,6 +26,7 @@ from verl_slurm.checkpoint.store.lost import (
     gone_back,
     lost_error,
     lost_rollouts,
+    steps_between,
 )
 from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
@@ -212,8 +214,9 @@ def find_resume(
         CheckpointCorrupt, KeyRefused, PermissionRefused, SchemaMismatch: one cannot be judged, so that nothing older is
             taken for it.
     """
-    if config.checkpoint.resume_from != "auto":
-        return ResumeFound(committed[0].name if committed else None)
+    wanted = config.checkpoint.resume_from
+    if wanted != "auto":
+        return ResumeFound(wanted and Path(wanted).name, note=_given_up(paths, wanted, committed))
     keys, left = load_keys(config.checkpoint.encryption), _MOST_READ
     sizes = {info.name: info.num_bytes for info in committed}
 
@@ -240,6 +243,35 @@ def find_resume(
     if lost and (begin_again is None or not begin_again(lost)):
         raise lost_error(paths, lost)
     return ResumeFound(lost=lost, note="" if lost else _again(config, paths, ""))
+
+
+def _given_up(paths: RunPaths, wanted: str | None, committed: Sequence[CheckpointInfo]) -> str:
+    """Returns what a start from the checkpoint that the user named (None: from nothing) takes out of use."""
+    named = "" if wanted is None else Path(wanted).name
+    order, other = checkpoint_order(named) or (-1, -1), False
+    if wanted is not None and named != wanted:
+        other = _digest(Path(wanted)) != _digest(paths.checkpoints / named)
+    newer = [info.name for info in committed if (info.step, info.safe_point) > order]
+    lost = []
+    if newer:
+        what = (
+            f"{counted(len(newer), 'newer checkpoint')} up to {newer[0]} will be moved to {paths.quarantine}"
+        )
+        lost.append(f"{what}, and {steps_between(named, newer[0])} done again")
+    # Other weights have sampled them.
+    if other and any(paths.ledger.glob("*.ledger")):
+        lost.append(f"the rollouts in {paths.ledger} will be set aside")
+    if not lost:
+        return ""
+    word = shell_word(f"checkpoint.resume_from={wanted or 'null'}")
+    way = [f"`checkpoint.resume_from=auto` goes on from {newer[0]}"] if newer else []
+    return f"{word} goes back: {'; '.join([*lost, *way])}"
+
+
+def _digest(checkpoint: Path) -> str:
+    with suppress(OSError, VerlSlurmError):  # the lead says what is wrong with it
+        return read_manifest(checkpoint).digest
+    return ""
 
 
 def _again(config: RunConfig, paths: RunPaths, name: str, damaged: str = "") -> str:
