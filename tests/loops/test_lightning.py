@@ -76,6 +76,41 @@ class Net(lightning.LightningModule):  # type: ignore[misc,name-defined]
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
 
 
+class ByHand(Net):
+    """Two optimizers, both stepped in each batch."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(layer.parameters(), lr=self.lr) for layer in (self.net[0], self.net[3])]
+
+    def stepped(self) -> list[Any]:
+        return list(self.optimizers())
+
+    def training_step(self, batch: Any, index: int) -> None:
+        self.net.zero_grad()
+        self.manual_backward(super().training_step(batch, index))
+        for each in self.stepped():
+            each.step()
+
+
+class PastLightning(ByHand):
+    def stepped(self) -> list[Any]:
+        return list(self.optimizers(use_pl_optimizer=False))
+
+
+class UnknownToLightning(ByHand):
+    """Its optimizer is its own affair."""
+
+    def configure_optimizers(self) -> None:
+        self.own = torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+    def stepped(self) -> list[Any]:
+        return [self.own]
+
+
 class Life:
     """One attempt: what it was told to do, and what came of it."""
 
@@ -90,11 +125,12 @@ class Life:
         lr: float = 1e-2,
         loader: type[Any] = ResumableDataLoader,
         workers: int = 0,
+        model: type[Net] = Net,
         fit: Mapping[str, object] | None = None,
         **settings: Any,
     ) -> None:
         lightning.seed_everything(3, verbose=False)
-        self.model = Net(schedule, lr)
+        self.model = model(schedule, lr)
         words = {
             "accelerator": "cpu",
             "devices": 1,
@@ -168,6 +204,18 @@ def test_a_run_stopped_again_and_again_ends_bit_for_bit_as_if_it_had_not_been(tm
 
 def _name(settings: dict[str, Any]) -> str:
     return next(name for name, case in CASES.items() if case == settings)
+
+
+@pytest.mark.parametrize("model", [PastLightning, UnknownToLightning])
+def test_optimizers_that_are_stepped_past_lightning_are_refused_at_the_first_batch(
+    tmp_path: Path, model: type[Net]
+) -> None:
+    """Lightning counts no step of theirs, so that no step would ever be saved."""
+    daemon = Daemon()
+    with pytest.raises(ConfigError, match=r"steps its optimizers past Lightning.*self\.optimizers\(\)"):
+        Life(Run(tmp_path / "run").life(daemon), model=model)
+    assert daemon.kinds() == ["RankRefused"]
+    assert daemon.steps() == [0]
 
 
 def test_what_is_asked_during_a_validation_is_done_before_the_next_step(tmp_path: Path) -> None:

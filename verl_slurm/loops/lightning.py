@@ -32,12 +32,14 @@ import msgspec
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, Checkpoint, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from verl_slurm.base.bounded import RECORD, read_regular
-from verl_slurm.base.errors import CheckpointCorrupt, DataError
+from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, DataError
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.loops.callback import Served, require_served
 from verl_slurm.loops.hyperparameters import hyperparameters, tell_replaced
@@ -164,6 +166,7 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
         self._due = False
         self._step = 0
         self._began_epoch = False
+        self._stepped = False
 
     def _resume(self) -> str | None:
         directory = self._own_files(_FILE, "Lightning")
@@ -281,6 +284,31 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
         # After all loaders exist and before the first batch is drawn from one.
         if place is not None:
             self._take_up(place, trainer, loaders)
+        self._watch_steps(trainer)
+
+    def _watch_steps(self, trainer: Trainer) -> None:
+        """Notes which batches step an optimizer, whether or not Lightning counts the step."""
+        by_hand = not trainer.lightning_module.automatic_optimization
+        # configure_optimizers gave none, so whatever the module steps is unknown here.
+        self._stepped = by_hand and all(isinstance(one, _MockOptimizer) for one in trainer.optimizers)
+
+        def note(*_: object) -> None:
+            self._stepped = True
+
+        for one in trainer.optimizers:
+            if isinstance(one, Optimizer):  # a strategy may have wrapped it in a class of its own
+                one.register_step_post_hook(note)
+
+    def _require_counted(self, trainer: Trainer) -> None:
+        if self._stepped:
+            raise ConfigError(
+                "the module steps its optimizers past Lightning, which counts none of these steps: nothing would be "
+                "saved, and the training would be taken for hung",
+                where=f"{type(trainer.lightning_module).__name__}.training_step",
+                found=f"global_step={trainer.global_step} after a batch that trained",
+                expected=f"more than {self._step}",
+                remedy="return them from configure_optimizers, and step what self.optimizers() returns",
+            )
 
     def _take_up(self, place: _Place, trainer: Trainer, loaders: list[object]) -> None:
         self._say_what_moved(place, trainer)
@@ -330,9 +358,13 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         saver = self._saver
-        if saver is None or trainer.global_step == self._step:
+        if saver is None:
+            return
+        if trainer.global_step == self._step:
+            self._require_counted(trainer)
             return  # gradients are being accumulated
-        self._step = step = trainer.global_step
+        self._step, self._stepped = trainer.global_step, False
+        step = self._step
         self._metrics = plain_numbers(trainer.logged_metrics)
         # The step's end is reported before it is asked for a save: reports and rows are in the order of the steps.
         saver.step_done(step, self._metrics)
