@@ -96,6 +96,11 @@ class ByHand(Net):
             each.step()
 
 
+class OneStepThenTwos(ByHand):
+    def stepped(self) -> list[Any]:
+        return list(self.optimizers())[: 1 if self.trainer.global_step == 0 else 2]
+
+
 class PastLightning(ByHand):
     def stepped(self) -> list[Any]:
         return list(self.optimizers(use_pl_optimizer=False))
@@ -170,6 +175,7 @@ CASES: dict[str, dict[str, Any]] = {
     "validated-in-mid-epoch": {"validates": True, "val_check_interval": 3, "schedule": "plateau"},
     "plateau": {"validates": True, "schedule": "plateau"},
     "part-of-the-data": {"limit_train_batches": 3, "noisy": True},
+    "two-optimizers": {"model": ByHand},
 }
 
 
@@ -179,16 +185,17 @@ def test_a_run_stopped_at_any_step_ends_bit_for_bit_as_if_it_had_not_been(
 ) -> None:
     daemon = Daemon()
     straight = Life(Run(tmp_path / "straight").life(daemon), **settings)
-    total = max(daemon.steps())
+    steps = daemon.steps()
     of_epoch = {"accumulated": 3, "part-of-the-data": 3}.get(_name(settings), 5)
-    for step in sorted({2, of_epoch, of_epoch + 3}):  # in an epoch, at its end, in the next one
+    for batch in sorted({2, of_epoch, of_epoch + 3}):  # in an epoch, at its end, in the next one
+        step = steps[batch]
         run = Run(tmp_path / str(step))
         assert Life(run.life(Daemon({step: stop()})), **settings).stopped
         ended = Daemon()
         resumed = Life(run.life(ended), **settings)
-        assert ended.steps()[:2] == [step, step + 1]
+        assert ended.steps() == steps[batch:]
         assert torch.equal(resumed.weights, straight.weights), f"stopped at {step}"
-        assert [message.step for message in ended.heard(Finished)] == [total]
+        assert [message.step for message in ended.heard(Finished)] == steps[-1:]
         assert resumed.trainer.current_epoch == straight.trainer.current_epoch
 
 
@@ -216,6 +223,21 @@ def test_optimizers_that_are_stepped_past_lightning_are_refused_at_the_first_bat
         Life(Run(tmp_path / "run").life(daemon), model=model)
     assert daemon.kinds() == ["RankRefused"]
     assert daemon.steps() == [0]
+
+
+def test_a_count_that_strides_over_a_step_to_save_is_saved_at_the_next_one(tmp_path: Path) -> None:
+    daemon = Daemon()
+    Life(Run(tmp_path / "run").life(daemon), model=OneStepThenTwos, every=4, max_epochs=2)
+    assert daemon.steps() == [0, *range(1, 20, 2)]
+    assert [message.name for message in daemon.heard(RankSaved)] == [
+        f"step_{step:06d}" for step in (5, 9, 13, 17, 19)
+    ]
+
+
+def test_asked_at_a_last_step_that_is_beyond_max_steps_it_is_done_and_not_stopped(tmp_path: Path) -> None:
+    daemon = Daemon({6: stop()})
+    assert not Life(Run(tmp_path / "run").life(daemon), model=ByHand, max_steps=5).stopped
+    assert daemon.kinds() == ["SaveStarted", "PartSaved", "RankSaved", "Finished"]
 
 
 def test_what_is_asked_during_a_validation_is_done_before_the_next_step(tmp_path: Path) -> None:
@@ -378,19 +400,23 @@ def _with_logger(run: Run, daemon: Daemon, **settings: Any) -> tuple[Any, Any, L
 
 
 # Lightning logs a step after the callbacks that leave with it: the row of a step in mid-epoch is not written.
-@pytest.mark.parametrize(("step", "lost"), [(7, {6}), (10, set())])
+# Rows are counted in batches, however many steps those have.
+@pytest.mark.parametrize(
+    ("step", "lost", "model"), [(7, {6}, Net), (10, set(), Net), (14, {6}, ByHand), (20, set(), ByHand)]
+)
 def test_a_best_checkpoint_and_the_loggers_directory_outlast_an_interruption(
-    tmp_path: Path, step: int, lost: set[int]
+    tmp_path: Path, step: int, lost: set[int], model: type[Net]
 ) -> None:
     run = Run(tmp_path / "run")
-    first, logger, life = _with_logger(run, Daemon({step: stop()}))
+    first, logger, life = _with_logger(run, Daemon({step: stop()}), model=model)
     assert life.stopped
     # A row of a step that is done again: a killed attempt has gone further than its checkpoint.
     file = Path(logger.log_dir) / "metrics.csv"
     header, *rows = file.read_text().splitlines()
-    file.write_text("\n".join([header, *rows, ",".join("99" for _ in header.split(","))]) + "\n")
+    redone = "12" if model is ByHand else "99"
+    file.write_text("\n".join([header, *rows, ",".join(redone for _ in header.split(","))]) + "\n")
     daemon = Daemon()
-    second, again, _ = _with_logger(run, daemon)
+    second, again, _ = _with_logger(run, daemon, model=model)
     assert again.log_dir == logger.log_dir
     assert (second.best_model_path, float(second.best_model_score)) == (first.best_model_path, 1.0)
     assert Path(second.best_model_path).is_file()

@@ -136,8 +136,8 @@ class _Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Inputs of schedules, early stopping and the like (`Trainer.callback_metrics`)."""
     loaders: list[dict[str, bytes] | None]
     """Of each loader, the generators at the start of the epoch; None: not one of ours."""
-    step: int
-    """Whole steps done."""
+    batches: int = msgspec.field(name="step")
+    """Batches that stepped. Loggers count their rows in these, whatever a batch's optimizers add to `global_step`."""
     versions: list[int | str | None]
     """Of each logger: what names its directory."""
     directories: list[str]
@@ -237,7 +237,7 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
         """Handles a Lightning that returned without a step: after the last one, or for lack of data."""
         step, limits = trainer.global_step, (trainer.max_steps, trainer.max_epochs)
         reached = self.session.resume is not None and (
-            0 < limits[0] <= step or (limits[1] is not None and 0 < limits[1] <= trainer.current_epoch)
+            _is_at_max(trainer) or (limits[1] is not None and 0 < limits[1] <= trainer.current_epoch)
         )
         if not reached:
             raise DataError(
@@ -363,8 +363,8 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
         if trainer.global_step == self._step:
             self._require_counted(trainer)
             return  # gradients are being accumulated
-        self._step, self._stepped = trainer.global_step, False
-        step = self._step
+        former, self._step, self._stepped = self._step, trainer.global_step, False
+        step, every = self._step, self._every or saver.every_steps
         self._metrics = plain_numbers(trainer.logged_metrics)
         # The step's end is reported before it is asked for a save: reports and rows are in the order of the steps.
         saver.step_done(step, self._metrics)
@@ -372,10 +372,11 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
         if saver.asked() is not None:
             saver.begins(step)
         # Remembered: the save is made by the hook after which all of this step is done.
-        self._due = saver.request is not None or step % (self._every or saver.every_steps) == 0
+        # Several optimizers count several steps in one batch, and may stride over the multiple.
+        self._due = saver.request is not None or step // every > former // every
         # At the epoch's last batch Lightning still has schedules and callbacks to run, so the save waits for the next
         # epoch.
-        if step != trainer.max_steps and not trainer.is_last_batch and not _validates_now(trainer):
+        if not _is_at_max(trainer) and not trainer.is_last_batch and not _validates_now(trainer):
             self._save(trainer, in_epoch=True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -383,7 +384,7 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
             return
         self._metrics |= plain_numbers(trainer.callback_metrics)
         # As above: after an epoch's last batch the save comes at the start of the next one.
-        if self._step != trainer.max_steps and not trainer.is_last_batch:
+        if not _is_at_max(trainer) and not trainer.is_last_batch:
             self._save(trainer, in_epoch=True)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -421,7 +422,7 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
             trainer.save_checkpoint(written / _FILE, weights_only=False)
             for logger in trainer.loggers:
                 logger.save()  # rows up to the checkpoint outlast a kill
-            place = _where(trainer, step, in_epoch=in_epoch)
+            place = _where(trainer, in_epoch=in_epoch)
             write_file(written / _place_name(self.session.rank), msgspec.msgpack.encode(place))
 
         if saver.saved_step != step or saver.request is not None:
@@ -435,7 +436,7 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
             self._leave()
 
 
-def _where(trainer: Trainer, step: int, *, in_epoch: bool) -> _Place:
+def _where(trainer: Trainer, *, in_epoch: bool) -> _Place:
     return _Place(
         generators=rng.capture(),
         in_epoch=in_epoch,
@@ -446,7 +447,8 @@ def _where(trainer: Trainer, step: int, *, in_epoch: bool) -> _Place:
             loader.epoch_began if isinstance(loader, ResumableDataLoader) else None
             for loader in _flat(trainer.train_dataloader)
         ],
-        step=step,
+        # In mid-epoch Lightning has not counted the last one yet.
+        batches=trainer.fit_loop.epoch_loop._batches_that_stepped + in_epoch,
         versions=_versions(trainer),
         directories=_directories(trainer),
         made_in=int(trainer.fit_loop._last_train_dl_reload_epoch),
@@ -471,15 +473,15 @@ def _go_on_logging(trainer: Trainer, place: _Place, *, is_first: bool) -> None:
         if getattr(logger, "_version", "") is None:
             logger._version = version
         if is_first and isinstance(logger, CSVLogger):
-            _keep_rows(logger, place.step)
+            _keep_rows(logger, place.batches)
 
 
-def _keep_rows(logger: CSVLogger, step: int) -> None:
-    """Keeps the rows of steps before `step`."""
+def _keep_rows(logger: CSVLogger, batches: int) -> None:
+    """Keeps the rows of the first `batches`."""
     path = Path(logger.log_dir) / "metrics.csv"
     try:
         with open(path, newline="") as file:
-            rows = [row for row in csv.DictReader(file) if int(row["step"]) < step]
+            rows = [row for row in csv.DictReader(file) if int(row["step"]) < batches]
     except (OSError, KeyError, TypeError, ValueError, csv.Error):
         return  # none, or not one of its own
     # The logger's first use removes the file of an earlier attempt.
@@ -515,6 +517,11 @@ def _flat(loaders: Any) -> Iterator[object]:
             yield from _flat(loader)
     elif loaders is not None:
         yield loaders
+
+
+def _is_at_max(trainer: Trainer) -> bool:
+    """Returns whether `max_steps` is reached; of several optimizers' steps the last ones may be beyond it."""
+    return bool(0 < trainer.max_steps <= trainer.global_step)
 
 
 def _validates_now(trainer: Trainer) -> bool:
