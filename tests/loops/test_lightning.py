@@ -37,11 +37,11 @@ from verl_slurm.wire.client import NoDaemon  # noqa: E402
 class Numbers(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Five batches of four; `noisy`: augmented at random, as images are."""
 
-    def __init__(self, *, noisy: bool = False) -> None:
-        self._noisy = noisy
+    def __init__(self, *, noisy: bool = False, length: int = 20) -> None:
+        self._noisy, self._length = noisy, length
 
     def __len__(self) -> int:
-        return 20
+        return self._length
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         x = torch.randn(8, generator=torch.Generator().manual_seed(index))
@@ -130,6 +130,8 @@ class Life:
         lr: float = 1e-2,
         loader: type[Any] = ResumableDataLoader,
         workers: int = 0,
+        batch_size: int = 4,
+        length: int = 20,
         model: type[Net] = Net,
         fit: Mapping[str, object] | None = None,
         **settings: Any,
@@ -148,7 +150,8 @@ class Life:
             words.setdefault("max_epochs", 3)
         self.service = VerlSlurmCheckpoint(every, session)
         self.trainer = lightning.Trainer(callbacks=[self.service, *callbacks], **words)
-        data = loader(Numbers(noisy=noisy), batch_size=4, shuffle=True, num_workers=workers)
+        numbers = Numbers(noisy=noisy, length=length)
+        data = loader(numbers, batch_size=batch_size, shuffle=True, num_workers=workers)
         held_out = [torch.utils.data.DataLoader(Numbers(), batch_size=20)] if validates else []
         self.stopped = False
         try:
@@ -291,6 +294,27 @@ def test_a_rate_that_the_program_changed_between_two_attempts_is_said_not_to_be_
     assert said.loud
     assert "optimizer.lr=1e-05 (0.01)" in said.text
     assert last.trainer.optimizers[0].param_groups[0]["lr"] > 1e-5
+
+
+@pytest.mark.parametrize(
+    ("step", "change", "said"),
+    [
+        (7, {}, []),
+        (7, {"batch_size": 2}, ["loader.batch_size=2 (4)"]),
+        (7, {"length": 24}, ["loader.samples=24 (20)"]),
+        (5, {"batch_size": 2}, []),  # the next epoch begins at its start
+    ],
+    ids=["none", "batch", "data", "between-epochs"],
+)
+def test_a_changed_batch_size_or_data_set_in_mid_epoch_is_said(
+    tmp_path: Path, step: int, change: dict[str, Any], said: list[str]
+) -> None:
+    run, daemon = Run(tmp_path / "run"), Daemon()
+    Life(run.life(Daemon({step: stop()})))
+    Life(run.life(daemon), **change)
+    notices = [notice for notice in daemon.heard(RankNotice) if "place in the data" in notice.text]
+    assert [(notice.loud, notice.topic) for notice in notices] == [(True, "rates")] * len(said)
+    assert all(words in notice.text for words, notice in zip(said, notices, strict=True))
 
 
 def test_no_data_is_refused_and_not_taken_for_the_end(tmp_path: Path) -> None:

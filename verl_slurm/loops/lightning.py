@@ -42,7 +42,7 @@ from verl_slurm.base.bounded import RECORD, read_regular
 from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, DataError
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.loops.callback import Served, require_served
-from verl_slurm.loops.hyperparameters import hyperparameters, tell_replaced
+from verl_slurm.loops.hyperparameters import counted_in, hyperparameters, tell_moved, tell_replaced
 from verl_slurm.loops.session import Session, plain_numbers
 from verl_slurm.save.ranks import rng
 from verl_slurm.save.ranks.rng import Generators
@@ -144,6 +144,8 @@ class _Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Of each `ModelCheckpoint`. In another one it forgets its best checkpoints."""
     made_in: int
     """The epoch in which the loaders were made (`reload_dataloaders_every_n_epochs`)."""
+    data: dict[str, int] = {}
+    """What `served` and the order of the samples follow from."""
 
 
 class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightning is not looked at by mypy
@@ -331,6 +333,8 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
         rng.restore(place.generators)
 
     def _say_what_moved(self, place: _Place, trainer: Trainer) -> None:
+        if place.in_epoch:  # the next epoch begins at its start, whatever its batches are
+            tell_moved(self.session, place.data, _data(trainer))
         every = trainer.reload_dataloaders_every_n_epochs
         if every and place.made_in != trainer.current_epoch:
             self.session.notice(
@@ -452,7 +456,20 @@ def _where(trainer: Trainer, *, in_epoch: bool) -> _Place:
         versions=_versions(trainer),
         directories=_directories(trainer),
         made_in=int(trainer.fit_loop._last_train_dl_reload_epoch),
+        data=_data(trainer),
     )
+
+
+def _data(trainer: Trainer) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for at, loader in enumerate(_flat(trainer.train_dataloader)):
+        # Of another one no place is kept, which is said elsewhere.
+        if isinstance(loader, ResumableDataLoader):
+            size = getattr(loader.batch_sampler, "batch_size", None)
+            # Of Lightning's own sampler, which several ranks have. Others shuffle by the restored generators.
+            seed = getattr(loader.sampler, "seed", None)
+            found |= counted_in(loader, f"loader{at or ''}.", batch_size=size, sampler_seed=seed)
+    return found
 
 
 def _versions(trainer: Trainer) -> list[int | str | None]:
