@@ -28,8 +28,11 @@ from verl_slurm.wire.client import NoDaemon  # noqa: E402
 class Numbers(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Five batches of four."""
 
+    def __init__(self, length: int = 20) -> None:
+        self._length = length
+
     def __len__(self) -> int:
-        return 20
+        return self._length
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         x = torch.randn(8, generator=torch.Generator().manual_seed(index))
@@ -480,6 +483,28 @@ def test_a_rate_that_the_program_changed_between_two_attempts_is_said_not_to_be_
     assert said.loud
     assert "learning_rate=1e-05 (0.01), weight_decay=0.5 (0.0)" in said.text
     assert last.trainer.optimizer.param_groups[0]["initial_lr"] == 1e-2
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, []),
+        ({"per_device_train_batch_size": 2}, ["per_device_train_batch_size=2 (4)"]),
+        ({"gradient_accumulation_steps": 2}, ["gradient_accumulation_steps=2 (1)"]),
+        ({"data": Numbers(24)}, ["samples=24 (20)"]),
+        ({"seed": 7}, ["sampler_seed=7 (42)"]),
+    ],
+    ids=["none", "batch", "accumulation", "data", "seed"],
+)
+def test_a_changed_batch_size_accumulation_seed_or_data_set_is_said(
+    tmp_path: Path, change: dict[str, Any], said: list[str]
+) -> None:
+    run, daemon = Run(tmp_path / "run"), Daemon()
+    Life(run.life(Daemon({2: stop()})))
+    Life(run.life(daemon), **change)
+    notices = [notice for notice in daemon.heard(RankNotice) if "place in the data" in notice.text]
+    assert [(notice.loud, notice.topic) for notice in notices] == [(True, "rates")] * len(said)
+    assert all(words in notice.text for words, notice in zip(said, notices, strict=True))
 
 
 @pytest.mark.parametrize("step", [2, 4, 5])

@@ -37,11 +37,11 @@ from verl_slurm.wire.client import NoDaemon  # noqa: E402
 class Numbers(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Five batches of four; `noisy`: augmented at random, as images are."""
 
-    def __init__(self, *, noisy: bool = False) -> None:
-        self._noisy = noisy
+    def __init__(self, *, noisy: bool = False, length: int = 20) -> None:
+        self._noisy, self._length = noisy, length
 
     def __len__(self) -> int:
-        return 20
+        return self._length
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         x = torch.randn(8, generator=torch.Generator().manual_seed(index))
@@ -76,6 +76,46 @@ class Net(lightning.LightningModule):  # type: ignore[misc,name-defined]
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
 
 
+class ByHand(Net):
+    """Two optimizers, both stepped in each batch."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(layer.parameters(), lr=self.lr) for layer in (self.net[0], self.net[3])]
+
+    def stepped(self) -> list[Any]:
+        return list(self.optimizers())
+
+    def training_step(self, batch: Any, index: int) -> None:
+        self.net.zero_grad()
+        self.manual_backward(super().training_step(batch, index))
+        for each in self.stepped():
+            each.step()
+
+
+class OneStepThenTwos(ByHand):
+    def stepped(self) -> list[Any]:
+        return list(self.optimizers())[: 1 if self.trainer.global_step == 0 else 2]
+
+
+class PastLightning(ByHand):
+    def stepped(self) -> list[Any]:
+        return list(self.optimizers(use_pl_optimizer=False))
+
+
+class UnknownToLightning(ByHand):
+    """Its optimizer is its own affair."""
+
+    def configure_optimizers(self) -> None:
+        self.own = torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+    def stepped(self) -> list[Any]:
+        return [self.own]
+
+
 class Life:
     """One attempt: what it was told to do, and what came of it."""
 
@@ -90,11 +130,14 @@ class Life:
         lr: float = 1e-2,
         loader: type[Any] = ResumableDataLoader,
         workers: int = 0,
+        batch_size: int = 4,
+        length: int = 20,
+        model: type[Net] = Net,
         fit: Mapping[str, object] | None = None,
         **settings: Any,
     ) -> None:
         lightning.seed_everything(3, verbose=False)
-        self.model = Net(schedule, lr)
+        self.model = model(schedule, lr)
         words = {
             "accelerator": "cpu",
             "devices": 1,
@@ -107,7 +150,8 @@ class Life:
             words.setdefault("max_epochs", 3)
         self.service = VerlSlurmCheckpoint(every, session)
         self.trainer = lightning.Trainer(callbacks=[self.service, *callbacks], **words)
-        data = loader(Numbers(noisy=noisy), batch_size=4, shuffle=True, num_workers=workers)
+        numbers = Numbers(noisy=noisy, length=length)
+        data = loader(numbers, batch_size=batch_size, shuffle=True, num_workers=workers)
         held_out = [torch.utils.data.DataLoader(Numbers(), batch_size=20)] if validates else []
         self.stopped = False
         try:
@@ -134,6 +178,7 @@ CASES: dict[str, dict[str, Any]] = {
     "validated-in-mid-epoch": {"validates": True, "val_check_interval": 3, "schedule": "plateau"},
     "plateau": {"validates": True, "schedule": "plateau"},
     "part-of-the-data": {"limit_train_batches": 3, "noisy": True},
+    "two-optimizers": {"model": ByHand},
 }
 
 
@@ -143,16 +188,17 @@ def test_a_run_stopped_at_any_step_ends_bit_for_bit_as_if_it_had_not_been(
 ) -> None:
     daemon = Daemon()
     straight = Life(Run(tmp_path / "straight").life(daemon), **settings)
-    total = max(daemon.steps())
+    steps = daemon.steps()
     of_epoch = {"accumulated": 3, "part-of-the-data": 3}.get(_name(settings), 5)
-    for step in sorted({2, of_epoch, of_epoch + 3}):  # in an epoch, at its end, in the next one
+    for batch in sorted({2, of_epoch, of_epoch + 3}):  # in an epoch, at its end, in the next one
+        step = steps[batch]
         run = Run(tmp_path / str(step))
         assert Life(run.life(Daemon({step: stop()})), **settings).stopped
         ended = Daemon()
         resumed = Life(run.life(ended), **settings)
-        assert ended.steps()[:2] == [step, step + 1]
+        assert ended.steps() == steps[batch:]
         assert torch.equal(resumed.weights, straight.weights), f"stopped at {step}"
-        assert [message.step for message in ended.heard(Finished)] == [total]
+        assert [message.step for message in ended.heard(Finished)] == steps[-1:]
         assert resumed.trainer.current_epoch == straight.trainer.current_epoch
 
 
@@ -168,6 +214,33 @@ def test_a_run_stopped_again_and_again_ends_bit_for_bit_as_if_it_had_not_been(tm
 
 def _name(settings: dict[str, Any]) -> str:
     return next(name for name, case in CASES.items() if case == settings)
+
+
+@pytest.mark.parametrize("model", [PastLightning, UnknownToLightning])
+def test_optimizers_that_are_stepped_past_lightning_are_refused_at_the_first_batch(
+    tmp_path: Path, model: type[Net]
+) -> None:
+    """Lightning counts no step of theirs, so that no step would ever be saved."""
+    daemon = Daemon()
+    with pytest.raises(ConfigError, match=r"steps its optimizers past Lightning.*self\.optimizers\(\)"):
+        Life(Run(tmp_path / "run").life(daemon), model=model)
+    assert daemon.kinds() == ["RankRefused"]
+    assert daemon.steps() == [0]
+
+
+def test_a_count_that_strides_over_a_step_to_save_is_saved_at_the_next_one(tmp_path: Path) -> None:
+    daemon = Daemon()
+    Life(Run(tmp_path / "run").life(daemon), model=OneStepThenTwos, every=4, max_epochs=2)
+    assert daemon.steps() == [0, *range(1, 20, 2)]
+    assert [message.name for message in daemon.heard(RankSaved)] == [
+        f"step_{step:06d}" for step in (5, 9, 13, 17, 19)
+    ]
+
+
+def test_asked_at_a_last_step_that_is_beyond_max_steps_it_is_done_and_not_stopped(tmp_path: Path) -> None:
+    daemon = Daemon({6: stop()})
+    assert not Life(Run(tmp_path / "run").life(daemon), model=ByHand, max_steps=5).stopped
+    assert daemon.kinds() == ["SaveStarted", "PartSaved", "RankSaved", "Finished"]
 
 
 def test_what_is_asked_during_a_validation_is_done_before_the_next_step(tmp_path: Path) -> None:
@@ -221,6 +294,27 @@ def test_a_rate_that_the_program_changed_between_two_attempts_is_said_not_to_be_
     assert said.loud
     assert "optimizer.lr=1e-05 (0.01)" in said.text
     assert last.trainer.optimizers[0].param_groups[0]["lr"] > 1e-5
+
+
+@pytest.mark.parametrize(
+    ("step", "change", "said"),
+    [
+        (7, {}, []),
+        (7, {"batch_size": 2}, ["loader.batch_size=2 (4)"]),
+        (7, {"length": 24}, ["loader.samples=24 (20)"]),
+        (5, {"batch_size": 2}, []),  # the next epoch begins at its start
+    ],
+    ids=["none", "batch", "data", "between-epochs"],
+)
+def test_a_changed_batch_size_or_data_set_in_mid_epoch_is_said(
+    tmp_path: Path, step: int, change: dict[str, Any], said: list[str]
+) -> None:
+    run, daemon = Run(tmp_path / "run"), Daemon()
+    Life(run.life(Daemon({step: stop()})))
+    Life(run.life(daemon), **change)
+    notices = [notice for notice in daemon.heard(RankNotice) if "place in the data" in notice.text]
+    assert [(notice.loud, notice.topic) for notice in notices] == [(True, "rates")] * len(said)
+    assert all(words in notice.text for words, notice in zip(said, notices, strict=True))
 
 
 def test_no_data_is_refused_and_not_taken_for_the_end(tmp_path: Path) -> None:
@@ -330,19 +424,23 @@ def _with_logger(run: Run, daemon: Daemon, **settings: Any) -> tuple[Any, Any, L
 
 
 # Lightning logs a step after the callbacks that leave with it: the row of a step in mid-epoch is not written.
-@pytest.mark.parametrize(("step", "lost"), [(7, {6}), (10, set())])
+# Rows are counted in batches, however many steps those have.
+@pytest.mark.parametrize(
+    ("step", "lost", "model"), [(7, {6}, Net), (10, set(), Net), (14, {6}, ByHand), (20, set(), ByHand)]
+)
 def test_a_best_checkpoint_and_the_loggers_directory_outlast_an_interruption(
-    tmp_path: Path, step: int, lost: set[int]
+    tmp_path: Path, step: int, lost: set[int], model: type[Net]
 ) -> None:
     run = Run(tmp_path / "run")
-    first, logger, life = _with_logger(run, Daemon({step: stop()}))
+    first, logger, life = _with_logger(run, Daemon({step: stop()}), model=model)
     assert life.stopped
     # A row of a step that is done again: a killed attempt has gone further than its checkpoint.
     file = Path(logger.log_dir) / "metrics.csv"
     header, *rows = file.read_text().splitlines()
-    file.write_text("\n".join([header, *rows, ",".join("99" for _ in header.split(","))]) + "\n")
+    redone = "12" if model is ByHand else "99"
+    file.write_text("\n".join([header, *rows, ",".join(redone for _ in header.split(","))]) + "\n")
     daemon = Daemon()
-    second, again, _ = _with_logger(run, daemon)
+    second, again, _ = _with_logger(run, daemon, model=model)
     assert again.log_dir == logger.log_dir
     assert (second.best_model_path, float(second.best_model_score)) == (first.best_model_path, 1.0)
     assert Path(second.best_model_path).is_file()

@@ -352,6 +352,18 @@ def test_a_loop_of_ones_own_asks_behind_each_step(alone: Alone, monkeypatch: pyt
     assert verify(alone.paths.checkpoints / "step_000005").ok
 
 
+def test_a_count_that_strides_over_a_step_to_save_is_saved_at_the_next_one(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with alone.served(monkeypatch) as agent:
+        with verl_slurm.run(model=alone.model, save_every=4) as run:
+            for step in (1, 3, 5, 7, 9):
+                run.step_done(step, 9)
+            run.finish()
+        said = agent.heard()
+    assert [each.name for each in said if isinstance(each, RankSaved)] == ["step_000005", "step_000009"]
+
+
 def test_ranks_that_do_not_know_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="init_process_group before"):

@@ -43,7 +43,7 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput
 from verl_slurm.base.errors import ConfigError, DataError, VerlSlurmError
 from verl_slurm.checkpoint.format.specification import FileEntry, guest_directory
 from verl_slurm.loops.callback import Served, require_served
-from verl_slurm.loops.hyperparameters import hyperparameters, tell_replaced
+from verl_slurm.loops.hyperparameters import counted_in, hyperparameters, tell_replaced
 from verl_slurm.loops.session import Session
 from verl_slurm.loops.step_end import StepEndSaver
 from verl_slurm.loops.trl_state import TrlState, innermost_sampler
@@ -86,6 +86,7 @@ class VerlSlurmCallback(Served, TrainerCallback):
         self._steps_of_epoch = 0
         self._trl: TrlState | None = None
         self._made_with: dict[str, Any] = {}
+        self._data: dict[str, int] = {}
         self._trainer: Trainer | None = None
 
     def _resume(self) -> str | None:
@@ -151,9 +152,13 @@ class VerlSlurmCallback(Served, TrainerCallback):
         again = self._saver is not None and args.output_dir == str(self._saver.work)
         try:
             self._require_served(args)
+            assert self._trainer is not None
+            # In place: begun again with smaller batches, the checkpoints have those.
+            self._data.update(_data(self._trainer, kwargs.get("train_dataloader")))
             metadata = {
                 "library": f"transformers {transformers.__version__}",
                 "made_with": self._made_with,
+                "data": self._data,
             }
             saver = (
                 self._begin_again(args, state)
@@ -172,7 +177,7 @@ class VerlSlurmCallback(Served, TrainerCallback):
         if ended or 0 < state.max_steps <= state.global_step:
             raise _NothingLeft
         if not again:
-            tell_replaced(self.session, self._made_with, _SET_THEM)
+            tell_replaced(self.session, self._made_with, _SET_THEM, self._data)
         if not again and (loss := _data_loss(args, kwargs.get("train_dataloader"))):
             self.session.notice(loss, loud=self.resume is not None)
         if self._trl is not None:
@@ -457,6 +462,18 @@ def _made_with(trainer: Trainer) -> dict[str, Any]:
     if trainer.optimizer is not None:
         return hyperparameters({"optimizer": trainer.optimizer, "lr_scheduler": trainer.lr_scheduler})
     return {name: getattr(trainer.args, name) for name in _OPTIMIZERS_OWN}
+
+
+def _data(trainer: Trainer, loader: Any) -> dict[str, int]:
+    """What the Trainer finds its place in the data by."""
+    return counted_in(
+        loader,
+        per_device_train_batch_size=trainer._train_batch_size,
+        gradient_accumulation_steps=trainer.args.gradient_accumulation_steps,
+        dataloader_drop_last=trainer.args.dataloader_drop_last,
+        # accelerate's own sampler shuffles by it.
+        sampler_seed=getattr(innermost_sampler(loader), "initial_seed", None),
+    )
 
 
 def _data_loss(args: TrainingArguments, loader: Any) -> str:

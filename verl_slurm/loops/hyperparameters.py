@@ -3,9 +3,13 @@
 Optimizers and schedulers restore theirs (learning rate, weight decay, ...) with their state, in torch as in Hugging
 Face's Trainer and in Lightning. Whoever changes one between two attempts would take it for used. So each checkpoint's
 metadata.json has, as `made_with`, what the program made its objects with, before any state was restored.
+
+A place in the data is the other way round: it is counted in the batches that the program has now. What those are made
+of is saved, too (Hugging Face: `data` in metadata.json; Lightning: its place).
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -22,6 +26,7 @@ _MOST_NAMED = 5
 
 class _Metadata(msgspec.Struct, frozen=True):
     made_with: dict[str, Any] = {}
+    data: dict[str, int] = {}
 
 
 def hyperparameters(named: Mapping[str, object]) -> dict[str, Any]:
@@ -53,19 +58,44 @@ def _plain(value: Any) -> Any:
     return value if value is None or type(value) in (bool, int, float, str) else ...
 
 
-def tell_replaced(session: Session, now: Mapping[str, Any], remedy: str) -> None:
-    """Tells people which of `now` the resumed checkpoint's replace."""
+def tell_replaced(
+    session: Session, now: Mapping[str, Any], remedy: str, data: Mapping[str, int] | None = None
+) -> None:
+    """Tells people which of `now` the resumed checkpoint's replace, and which of `data` move its place in the data."""
     if session.rank or session.resume is None:
         return
     reader = CheckpointReader(session.resume, keys_for(session.paths.root))
-    data = reader.read("metadata.json")
-    then = msgspec.json.decode(data, type=_Metadata).made_with
-    differing = [f"{key}={now[key]} ({then[key]})" for key in now if key in then and now[key] != then[key]]
-    if differing:
-        more = f" and {len(differing) - _MOST_NAMED} more" if len(differing) > _MOST_NAMED else ""
+    then = msgspec.json.decode(reader.read("metadata.json"), type=_Metadata)
+    if differing := _differing(then.made_with, now):
         session.notice(
-            f"the program's {', '.join(differing[:_MOST_NAMED])}{more} are not used: the run goes on with those that "
-            f"it began with, in brackets, which are restored with its state. {remedy}",
+            f"the program's {differing} are not used: the run goes on with those that it began with, in brackets, "
+            f"which are restored with its state. {remedy}",
             topic="rates",
             loud=True,
         )
+    tell_moved(session, then.data, data or {})
+
+
+def tell_moved(session: Session, then: Mapping[str, int], now: Mapping[str, int]) -> None:
+    """Tells people which values the place in the data was counted in `then`, and is not `now`."""
+    if differing := _differing(then, now):
+        session.notice(
+            f"the program's {differing} are not those of the checkpoint, in brackets: its place in the data is counted "
+            "in the new values, and samples of this epoch come again or never. Set them back to go on where it was",
+            topic="rates",
+            loud=True,
+        )
+
+
+def _differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Returns e.g. `lr=1e-05 (0.01)`, with what it was in brackets; empty: nothing that both have."""
+    differing = [f"{key}={now[key]} ({then[key]})" for key in now if key in then and now[key] != then[key]]
+    more = f" and {len(differing) - _MOST_NAMED} more" if len(differing) > _MOST_NAMED else ""
+    return ", ".join(differing[:_MOST_NAMED]) + more
+
+
+def counted_in(loader: Any, prefix: str = "", **values: object) -> dict[str, int]:
+    """Returns those of `values` that are whole numbers, and the length of the loader's data set, where it has one."""
+    with suppress(AttributeError, TypeError, NotImplementedError):
+        values["samples"] = len(loader.dataset)
+    return {f"{prefix}{name}": int(value) for name, value in values.items() if isinstance(value, int)}

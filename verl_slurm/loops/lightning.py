@@ -32,15 +32,17 @@ import msgspec
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, Checkpoint, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from verl_slurm.base.bounded import RECORD, read_regular
-from verl_slurm.base.errors import CheckpointCorrupt, DataError
+from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, DataError
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.loops.callback import Served, require_served
-from verl_slurm.loops.hyperparameters import hyperparameters, tell_replaced
+from verl_slurm.loops.hyperparameters import counted_in, hyperparameters, tell_moved, tell_replaced
 from verl_slurm.loops.session import Session, plain_numbers
 from verl_slurm.save.ranks import rng
 from verl_slurm.save.ranks.rng import Generators
@@ -134,14 +136,16 @@ class _Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Inputs of schedules, early stopping and the like (`Trainer.callback_metrics`)."""
     loaders: list[dict[str, bytes] | None]
     """Of each loader, the generators at the start of the epoch; None: not one of ours."""
-    step: int
-    """Whole steps done."""
+    batches: int = msgspec.field(name="step")
+    """Batches that stepped. Loggers count their rows in these, whatever a batch's optimizers add to `global_step`."""
     versions: list[int | str | None]
     """Of each logger: what names its directory."""
     directories: list[str]
     """Of each `ModelCheckpoint`. In another one it forgets its best checkpoints."""
     made_in: int
     """The epoch in which the loaders were made (`reload_dataloaders_every_n_epochs`)."""
+    data: dict[str, int] = {}
+    """What `served` and the order of the samples follow from."""
 
 
 class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightning is not looked at by mypy
@@ -164,6 +168,7 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
         self._due = False
         self._step = 0
         self._began_epoch = False
+        self._stepped = False
 
     def _resume(self) -> str | None:
         directory = self._own_files(_FILE, "Lightning")
@@ -234,7 +239,7 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
         """Handles a Lightning that returned without a step: after the last one, or for lack of data."""
         step, limits = trainer.global_step, (trainer.max_steps, trainer.max_epochs)
         reached = self.session.resume is not None and (
-            0 < limits[0] <= step or (limits[1] is not None and 0 < limits[1] <= trainer.current_epoch)
+            _is_at_max(trainer) or (limits[1] is not None and 0 < limits[1] <= trainer.current_epoch)
         )
         if not reached:
             raise DataError(
@@ -281,6 +286,31 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
         # After all loaders exist and before the first batch is drawn from one.
         if place is not None:
             self._take_up(place, trainer, loaders)
+        self._watch_steps(trainer)
+
+    def _watch_steps(self, trainer: Trainer) -> None:
+        """Notes which batches step an optimizer, whether or not Lightning counts the step."""
+        by_hand = not trainer.lightning_module.automatic_optimization
+        # configure_optimizers gave none, so whatever the module steps is unknown here.
+        self._stepped = by_hand and all(isinstance(one, _MockOptimizer) for one in trainer.optimizers)
+
+        def note(*_: object) -> None:
+            self._stepped = True
+
+        for one in trainer.optimizers:
+            if isinstance(one, Optimizer):  # a strategy may have wrapped it in a class of its own
+                one.register_step_post_hook(note)
+
+    def _require_counted(self, trainer: Trainer) -> None:
+        if self._stepped:
+            raise ConfigError(
+                "the module steps its optimizers past Lightning, which counts none of these steps: nothing would be "
+                "saved, and the training would be taken for hung",
+                where=f"{type(trainer.lightning_module).__name__}.training_step",
+                found=f"global_step={trainer.global_step} after a batch that trained",
+                expected=f"more than {self._step}",
+                remedy="return them from configure_optimizers, and step what self.optimizers() returns",
+            )
 
     def _take_up(self, place: _Place, trainer: Trainer, loaders: list[object]) -> None:
         self._say_what_moved(place, trainer)
@@ -303,6 +333,8 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
         rng.restore(place.generators)
 
     def _say_what_moved(self, place: _Place, trainer: Trainer) -> None:
+        if place.in_epoch:  # the next epoch begins at its start, whatever its batches are
+            tell_moved(self.session, place.data, _data(trainer))
         every = trainer.reload_dataloaders_every_n_epochs
         if every and place.made_in != trainer.current_epoch:
             self.session.notice(
@@ -330,9 +362,13 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         saver = self._saver
-        if saver is None or trainer.global_step == self._step:
+        if saver is None:
+            return
+        if trainer.global_step == self._step:
+            self._require_counted(trainer)
             return  # gradients are being accumulated
-        self._step = step = trainer.global_step
+        former, self._step, self._stepped = self._step, trainer.global_step, False
+        step, every = self._step, self._every or saver.every_steps
         self._metrics = plain_numbers(trainer.logged_metrics)
         # The step's end is reported before it is asked for a save: reports and rows are in the order of the steps.
         saver.step_done(step, self._metrics)
@@ -340,10 +376,11 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
         if saver.asked() is not None:
             saver.begins(step)
         # Remembered: the save is made by the hook after which all of this step is done.
-        self._due = saver.request is not None or step % (self._every or saver.every_steps) == 0
+        # Several optimizers count several steps in one batch, and may stride over the multiple.
+        self._due = saver.request is not None or step // every > former // every
         # At the epoch's last batch Lightning still has schedules and callbacks to run, so the save waits for the next
         # epoch.
-        if step != trainer.max_steps and not trainer.is_last_batch and not _validates_now(trainer):
+        if not _is_at_max(trainer) and not trainer.is_last_batch and not _validates_now(trainer):
             self._save(trainer, in_epoch=True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -351,7 +388,7 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
             return
         self._metrics |= plain_numbers(trainer.callback_metrics)
         # As above: after an epoch's last batch the save comes at the start of the next one.
-        if self._step != trainer.max_steps and not trainer.is_last_batch:
+        if not _is_at_max(trainer) and not trainer.is_last_batch:
             self._save(trainer, in_epoch=True)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -389,7 +426,7 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
             trainer.save_checkpoint(written / _FILE, weights_only=False)
             for logger in trainer.loggers:
                 logger.save()  # rows up to the checkpoint outlast a kill
-            place = _where(trainer, step, in_epoch=in_epoch)
+            place = _where(trainer, in_epoch=in_epoch)
             write_file(written / _place_name(self.session.rank), msgspec.msgpack.encode(place))
 
         if saver.saved_step != step or saver.request is not None:
@@ -403,7 +440,7 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
             self._leave()
 
 
-def _where(trainer: Trainer, step: int, *, in_epoch: bool) -> _Place:
+def _where(trainer: Trainer, *, in_epoch: bool) -> _Place:
     return _Place(
         generators=rng.capture(),
         in_epoch=in_epoch,
@@ -414,11 +451,25 @@ def _where(trainer: Trainer, step: int, *, in_epoch: bool) -> _Place:
             loader.epoch_began if isinstance(loader, ResumableDataLoader) else None
             for loader in _flat(trainer.train_dataloader)
         ],
-        step=step,
+        # In mid-epoch Lightning has not counted the last one yet.
+        batches=trainer.fit_loop.epoch_loop._batches_that_stepped + in_epoch,
         versions=_versions(trainer),
         directories=_directories(trainer),
         made_in=int(trainer.fit_loop._last_train_dl_reload_epoch),
+        data=_data(trainer),
     )
+
+
+def _data(trainer: Trainer) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for at, loader in enumerate(_flat(trainer.train_dataloader)):
+        # Of another one no place is kept, which is said elsewhere.
+        if isinstance(loader, ResumableDataLoader):
+            size = getattr(loader.batch_sampler, "batch_size", None)
+            # Of Lightning's own sampler, which several ranks have. Others shuffle by the restored generators.
+            seed = getattr(loader.sampler, "seed", None)
+            found |= counted_in(loader, f"loader{at or ''}.", batch_size=size, sampler_seed=seed)
+    return found
 
 
 def _versions(trainer: Trainer) -> list[int | str | None]:
@@ -439,15 +490,15 @@ def _go_on_logging(trainer: Trainer, place: _Place, *, is_first: bool) -> None:
         if getattr(logger, "_version", "") is None:
             logger._version = version
         if is_first and isinstance(logger, CSVLogger):
-            _keep_rows(logger, place.step)
+            _keep_rows(logger, place.batches)
 
 
-def _keep_rows(logger: CSVLogger, step: int) -> None:
-    """Keeps the rows of steps before `step`."""
+def _keep_rows(logger: CSVLogger, batches: int) -> None:
+    """Keeps the rows of the first `batches`."""
     path = Path(logger.log_dir) / "metrics.csv"
     try:
         with open(path, newline="") as file:
-            rows = [row for row in csv.DictReader(file) if int(row["step"]) < step]
+            rows = [row for row in csv.DictReader(file) if int(row["step"]) < batches]
     except (OSError, KeyError, TypeError, ValueError, csv.Error):
         return  # none, or not one of its own
     # The logger's first use removes the file of an earlier attempt.
@@ -483,6 +534,11 @@ def _flat(loaders: Any) -> Iterator[object]:
             yield from _flat(loader)
     elif loaders is not None:
         yield loaders
+
+
+def _is_at_max(trainer: Trainer) -> bool:
+    """Returns whether `max_steps` is reached; of several optimizers' steps the last ones may be beyond it."""
+    return bool(0 < trainer.max_steps <= trainer.global_step)
 
 
 def _validates_now(trainer: Trainer) -> bool:

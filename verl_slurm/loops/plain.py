@@ -252,7 +252,7 @@ class LoopRun:
         """
         if not self._started:
             self._start(total)
-        self.step, self._total = step, total or self._total
+        former, self.step, self._total = self.step, step, total or self._total
         # The row is kept for a later `save()` of the same step; `log` fills the next one.
         self._row, self._metrics = self._metrics | metrics, {}
         # Reported before the save, so that the daemon allows for the storage from here on.
@@ -260,7 +260,8 @@ class LoopRun:
         # Collective, once per step on every rank, whether or not a save is due.
         request = self._saver.asked()
         every = self._save_every or self._saver.every_steps
-        if request is not None or (every and step % every == 0):
+        # A loop's own count may stride over the multiple.
+        if request is not None or (every and step // every > former // every):
             self._save(f"every {every} steps")
         # Also where the save has failed: the job ends, and the checkpoint before it counts.
         if request is not None and request.stop:
