@@ -18,6 +18,8 @@ from tests.lanes import with_variants
 from tests.processes import captured, python_path
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.cli.__main__ import main
+from verl_slurm.config.schema import DataConfig
+from verl_slurm.dataset.prompts.directory import prompts_below
 
 pytestmark = pytest.mark.slow
 
@@ -261,6 +263,54 @@ def test_what_is_wrong_with_data_is_said_before_queueing(tmp_path: Path, submit:
     assert re.search(expected, said), said
 
 
+OLDER = [{"from": "human", "value": "1+1?"}]
+PARTS = "array([{'text': '1?', 'type': 'text'}, {'text': '2?', 'type': 'text'}],\n      dtype=object)"
+AS_TEXT = {
+    "Python": repr(CHAT),
+    "JSON": json.dumps(CHAT, indent=1),
+    "one message": json.dumps(CHAT[1]),
+    "an older form": repr(OLDER),
+    "NumPy": f"[{CHAT[0]}\n {CHAT[1]}]",
+    "NumPy, with parts": f"[{{'content': {PARTS}, 'role': 'user'}}]",
+}
+
+
+@pytest.mark.scenario("USE16")
+@pytest.mark.parametrize("write", [table, parquet, jsonl])
+@pytest.mark.parametrize("form", list(AS_TEXT))
+def test_a_conversation_that_is_written_as_text_is_no_prompt(
+    tmp_path: Path, submit: Submit, form: str, write: Callable[[Path, list[Any]], None]
+) -> None:
+    suffix = {table: "csv", parquet: "parquet", jsonl: "jsonl"}[write]
+    write(tmp_path / "data" / f"a.{suffix}", [ROWS[0], {"prompt": AS_TEXT[form], "answer": "2"}])
+    code, said = submit()
+    assert code == ExitCode.DATA
+    assert len(said.splitlines()) == 1
+    assert "a conversation that is written as text: " in said
+    assert "write it as a list into .jsonl or Parquet" in said
+
+
+LITERALS = {
+    "a question behind it": f"{CHAT} What is wrong with it?",
+    "code": '[{"role": "user", "content": text} for text in texts]',
+    "other objects": '[{"role": "admin", "content": "none"}, {"from": "USD", "value": 3}]',
+    "within an object": json.dumps({"user": {"role": "x"}, "page": {"content": "y"}}),
+    "deep": "[{'role': 'user', 'content': " + "(" * 5000,
+    "deep JSON": '{"role": "user", "content": ' + "[" * 200_000 + "]" * 200_000 + "}",
+    "an odd escape": "[{'role': '\\d', 'content': x}]",
+    "an odd key": "[{'role': 'x', 'content': {[]: 1}}]",
+    "a character that no source has": "[{'role': 'x', 'content': '\0'}]",
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", list(LITERALS))
+def test_a_prompt_that_begins_like_a_conversation_stays_a_prompt(tmp_path: Path, name: str) -> None:
+    jsonl(tmp_path / "a.jsonl", [{"prompt": LITERALS[name], "answer": "2"}])
+    [(_, prompt, _)] = prompts_below(tmp_path, DataConfig())
+    assert prompt == LITERALS[name]
+
+
 @pytest.mark.scenario("USE-TABLE")
 def test_a_prompt_that_is_too_long_is_refused_before_queueing(tmp_path: Path, submit: Submit) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers  # type: ignore[import-untyped]
@@ -398,9 +448,6 @@ def test_a_configuration_without_model_data_or_reward_is_refused(
 @pytest.mark.scenario("USE08")
 def test_the_rows_of_all_formats_come_in_the_order_of_their_files(tmp_path: Path) -> None:
     """What a rank reads; no command prints rows."""
-    from verl_slurm.config.schema import DataConfig
-    from verl_slurm.dataset.prompts.directory import prompts_below
-
     root, rows = tmp_path / "data", [row | {"id": n} for n, row in enumerate(ROWS * 300)]
     for name, write in {"b": parquet, "a": parquet}.items():
         write(root / f"{name}.parquet", rows if name == "a" else rows[::-1])
