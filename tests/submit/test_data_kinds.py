@@ -1,14 +1,17 @@
 """The data as `submit` looks at it: every kind of file, every row, bounded, and one clear line for what is wrong."""
 
 import csv
+import datetime
 import io
 import json
 import os
 import sys
 import time
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 
@@ -16,6 +19,7 @@ from tests.harness import ROOT
 from tests.hostile.measured import measured
 from tests.lanes import with_variants
 from tests.processes import captured, python_path
+from verl_slurm.base.errors import DataError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.cli.__main__ import main
 from verl_slurm.config.schema import DataConfig
@@ -309,6 +313,48 @@ def test_a_prompt_that_begins_like_a_conversation_stays_a_prompt(tmp_path: Path,
     jsonl(tmp_path / "a.jsonl", [{"prompt": LITERALS[name], "answer": "2"}])
     [(_, prompt, _)] = prompts_below(tmp_path, DataConfig())
     assert prompt == LITERALS[name]
+
+
+AT_NOON = datetime.datetime(2026, 1, 2, 12, tzinfo=datetime.UTC)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "answer"),
+    [
+        (Decimal(42), pa.decimal128(18, 0), "42"),
+        (Decimal("1.50"), pa.decimal128(10, 2), "1.50"),
+        (Decimal(0), pa.decimal128(38, 18), "0.000000000000000000"),
+        (AT_NOON.date(), pa.date32(), "2026-01-02"),
+        (AT_NOON.time(), pa.time64("us"), "12:00:00"),
+        (AT_NOON, pa.timestamp("us", "UTC"), "2026-01-02 12:00:00+00:00"),
+        (datetime.timedelta(seconds=90), pa.duration("s"), "0:01:30"),
+        ("42", pa.dictionary(pa.int8(), pa.string()), "42"),
+        (42.0, pa.float64(), "42.0"),
+        ({"n": Decimal(42), "x": [Decimal("1.50")], "d": AT_NOON.date()}, None, ""),
+    ],
+)
+def test_an_answer_of_a_table_reaches_the_reward_without_quotes(
+    tmp_path: Path, value: object, kind: Any, answer: str
+) -> None:
+    pq.write_table(pa.table({"prompt": ["1?"], "answer": pa.array([value], kind)}), tmp_path / "a.parquet")
+    [(_, _, found)] = prompts_below(tmp_path, DataConfig())
+    assert found == (answer or '{"n": 42, "x": [1.5], "d": "2026-01-02"}')
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "kind"),
+    [
+        ("prompt", b"1?", pa.binary()),
+        ("answer", b"42", pa.binary()),
+        ("answer", UUID(int=42).bytes, pa.binary(16)),
+        ("answer", {"n": [b"42"]}, None),
+    ],
+)
+def test_binary_data_is_refused_by_its_name(tmp_path: Path, key: str, value: object, kind: Any) -> None:
+    columns = {"prompt": ["1?"], "answer": ["2"], key: pa.array([value], kind)}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=f"'{key}' holds binary data.*row 1 .*cast the column to text"):
+        list(prompts_below(tmp_path, DataConfig()))
 
 
 @pytest.mark.scenario("USE-TABLE")

@@ -19,6 +19,7 @@ import re
 import unicodedata
 import warnings
 from collections.abc import Callable, Collection, Iterator
+from decimal import Decimal
 from pathlib import PurePath
 from typing import Any, BinaryIO
 
@@ -222,6 +223,8 @@ def _prompt(value: Any, row: dict[str, Any], where: str, key: str) -> Prompt:
                 remedy="write it as a list into .jsonl or Parquet: as text, no chat template is applied to it",
             )
         return value
+    if isinstance(value, bytes):
+        raise _binary(where, key)
     if not isinstance(value, list) or not value:
         raise _no_text(value, row, where, key, "text, or a list of {role, content}", "data.prompt_key")
     messages = []
@@ -267,8 +270,27 @@ def _answer(row: dict[str, Any], where: str, key: str) -> str:
         raise _no_text(value, row, where, key, "an answer", remedy)
     if isinstance(value, str):
         return value
-    # default=str: Parquet gives dates and decimals, which JSON lacks.
-    return json.dumps(value, ensure_ascii=False, default=str)
+
+    def plain(part: Any) -> Any:
+        """Returns what Parquet has and JSON lacks, within an object: decimals, dates."""
+        if isinstance(part, bytes):
+            raise _binary(where, key)
+        return json.loads(f"{part:f}") if isinstance(part, Decimal) else str(part)
+
+    if isinstance(value, dict | list | tuple | int | float):
+        return json.dumps(value, ensure_ascii=False, default=plain)
+    # By itself it gets no quotation marks, and a decimal keeps its digits: `1.50`.
+    return f"{value:f}" if isinstance(value, Decimal) else str(plain(value))
+
+
+def _binary(where: str, key: str) -> DataError:
+    return DataError(
+        f"{key!r} holds binary data",
+        where=where,
+        found="bytes",
+        expected="text, numbers, or lists and objects of them",
+        remedy="cast the column to text in the program that wrote it, or set another key",
+    )
 
 
 def _no_text(
