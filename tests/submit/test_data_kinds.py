@@ -1,14 +1,17 @@
 """The data as `submit` looks at it: every kind of file, every row, bounded, and one clear line for what is wrong."""
 
 import csv
+import datetime
 import io
 import json
 import os
 import sys
 import time
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 
@@ -16,8 +19,11 @@ from tests.harness import ROOT
 from tests.hostile.measured import measured
 from tests.lanes import with_variants
 from tests.processes import captured, python_path
+from verl_slurm.base.errors import DataError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.cli.__main__ import main
+from verl_slurm.config.schema import DataConfig
+from verl_slurm.dataset.prompts.directory import prompts_below
 
 pytestmark = pytest.mark.slow
 
@@ -261,6 +267,96 @@ def test_what_is_wrong_with_data_is_said_before_queueing(tmp_path: Path, submit:
     assert re.search(expected, said), said
 
 
+OLDER = [{"from": "human", "value": "1+1?"}]
+PARTS = "array([{'text': '1?', 'type': 'text'}, {'text': '2?', 'type': 'text'}],\n      dtype=object)"
+AS_TEXT = {
+    "Python": repr(CHAT),
+    "JSON": json.dumps(CHAT, indent=1),
+    "one message": json.dumps(CHAT[1]),
+    "an older form": repr(OLDER),
+    "NumPy": f"[{CHAT[0]}\n {CHAT[1]}]",
+    "NumPy, with parts": f"[{{'content': {PARTS}, 'role': 'user'}}]",
+}
+
+
+@pytest.mark.scenario("USE16")
+@pytest.mark.parametrize("write", [table, parquet, jsonl])
+@pytest.mark.parametrize("form", list(AS_TEXT))
+def test_a_conversation_that_is_written_as_text_is_no_prompt(
+    tmp_path: Path, submit: Submit, form: str, write: Callable[[Path, list[Any]], None]
+) -> None:
+    suffix = {table: "csv", parquet: "parquet", jsonl: "jsonl"}[write]
+    write(tmp_path / "data" / f"a.{suffix}", [ROWS[0], {"prompt": AS_TEXT[form], "answer": "2"}])
+    code, said = submit()
+    assert code == ExitCode.DATA
+    assert len(said.splitlines()) == 1
+    assert "a conversation that is written as text: " in said
+    assert "write it as a list into .jsonl or Parquet" in said
+
+
+LITERALS = {
+    "a question behind it": f"{CHAT} What is wrong with it?",
+    "code": '[{"role": "user", "content": text} for text in texts]',
+    "other objects": '[{"role": "admin", "content": "none"}, {"from": "USD", "value": 3}]',
+    "within an object": json.dumps({"user": {"role": "x"}, "page": {"content": "y"}}),
+    "deep": "[{'role': 'user', 'content': " + "(" * 5000,
+    "deep JSON": '{"role": "user", "content": ' + "[" * 200_000 + "]" * 200_000 + "}",
+    "an odd escape": "[{'role': '\\d', 'content': x}]",
+    "an odd key": "[{'role': 'x', 'content': {[]: 1}}]",
+    "a character that no source has": "[{'role': 'x', 'content': '\0'}]",
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", list(LITERALS))
+def test_a_prompt_that_begins_like_a_conversation_stays_a_prompt(tmp_path: Path, name: str) -> None:
+    jsonl(tmp_path / "a.jsonl", [{"prompt": LITERALS[name], "answer": "2"}])
+    [(_, prompt, _)] = prompts_below(tmp_path, DataConfig())
+    assert prompt == LITERALS[name]
+
+
+AT_NOON = datetime.datetime(2026, 1, 2, 12, tzinfo=datetime.UTC)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "answer"),
+    [
+        (Decimal(42), pa.decimal128(18, 0), "42"),
+        (Decimal("1.50"), pa.decimal128(10, 2), "1.50"),
+        (Decimal(0), pa.decimal128(38, 18), "0.000000000000000000"),
+        (AT_NOON.date(), pa.date32(), "2026-01-02"),
+        (AT_NOON.time(), pa.time64("us"), "12:00:00"),
+        (AT_NOON, pa.timestamp("us", "UTC"), "2026-01-02 12:00:00+00:00"),
+        (datetime.timedelta(seconds=90), pa.duration("s"), "0:01:30"),
+        ("42", pa.dictionary(pa.int8(), pa.string()), "42"),
+        (42.0, pa.float64(), "42.0"),
+        ({"n": Decimal(42), "x": [Decimal("1.50")], "d": AT_NOON.date()}, None, ""),
+    ],
+)
+def test_an_answer_of_a_table_reaches_the_reward_without_quotes(
+    tmp_path: Path, value: object, kind: Any, answer: str
+) -> None:
+    pq.write_table(pa.table({"prompt": ["1?"], "answer": pa.array([value], kind)}), tmp_path / "a.parquet")
+    [(_, _, found)] = prompts_below(tmp_path, DataConfig())
+    assert found == (answer or '{"n": 42, "x": [1.5], "d": "2026-01-02"}')
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "kind"),
+    [
+        ("prompt", b"1?", pa.binary()),
+        ("answer", b"42", pa.binary()),
+        ("answer", UUID(int=42).bytes, pa.binary(16)),
+        ("answer", {"n": [b"42"]}, None),
+    ],
+)
+def test_binary_data_is_refused_by_its_name(tmp_path: Path, key: str, value: object, kind: Any) -> None:
+    columns = {"prompt": ["1?"], "answer": ["2"], key: pa.array([value], kind)}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=f"'{key}' holds binary data.*row 1 .*cast the column to text"):
+        list(prompts_below(tmp_path, DataConfig()))
+
+
 @pytest.mark.scenario("USE-TABLE")
 def test_a_prompt_that_is_too_long_is_refused_before_queueing(tmp_path: Path, submit: Submit) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers  # type: ignore[import-untyped]
@@ -398,9 +494,6 @@ def test_a_configuration_without_model_data_or_reward_is_refused(
 @pytest.mark.scenario("USE08")
 def test_the_rows_of_all_formats_come_in_the_order_of_their_files(tmp_path: Path) -> None:
     """What a rank reads; no command prints rows."""
-    from verl_slurm.config.schema import DataConfig
-    from verl_slurm.dataset.prompts.directory import prompts_below
-
     root, rows = tmp_path / "data", [row | {"id": n} for n, row in enumerate(ROWS * 300)]
     for name, write in {"b": parquet, "a": parquet}.items():
         write(root / f"{name}.parquet", rows if name == "a" else rows[::-1])

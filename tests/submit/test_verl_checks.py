@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -456,6 +457,37 @@ def test_data_that_verl_could_not_train_on_is_refused(
     checked, _ = check(given)
     [good] = [line for line in checked if line.startswith("verl.data.train_files")]
     assert "1 file, 64 rows with prompt" in good
+
+
+@pytest.mark.parametrize(
+    ("entry", "words", "said"),
+    [
+        (
+            "ppo",
+            ["data.max_prompt_length=512"],
+            "prompt of verl.data.train_files exceeds .*=512: .*from the left",
+        ),
+        (
+            "ppo",
+            ["data.max_prompt_length=512", "actor_rollout_ref.rollout.prompt_length=256"],
+            r"exceeds verl\.actor_rollout_ref\.rollout\.prompt_length=256: verl cuts it from the left",
+        ),
+        (
+            "ppo",
+            ["data.max_prompt_length=512", "data.filter_overlong_prompts=true"],
+            "max_prompt_length=512: verl drops it, and the rows are counted with it here",
+        ),
+        ("sft", ["data.max_length=1024", "data.truncation=error"], "max_length=1024: verl ends there"),
+        ("sft", ["data.max_length=1024", "data.truncation=right"], "max_length=1024: verl cuts it"),
+    ],
+)
+def test_what_verl_does_with_rows_that_are_too_long_is_said(
+    place: Path, entry: str, words: list[str], said: str
+) -> None:
+    given = with_rewards(config(place, *(f"verl.{word}" for word in words), entry=entry), place)
+    [note] = [note for note in check(given)[1] if "exceeds" in note]
+    assert note.startswith("not looked at: whether a ")
+    assert re.search(said, note), note
 
 
 def test_what_verl_itself_refuses_is_refused_with_its_words(

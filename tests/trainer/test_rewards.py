@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing  # type: ignore[import-untyped]
 from transformers import (
     GPT2Config,
     GPT2ForSequenceClassification,
@@ -116,6 +117,27 @@ def test_a_classifier_scores_prompt_and_response_together(tmp_path: Path, tiny: 
     pieces = ClassifierReward(directory, batch_size=4)
     torch.testing.assert_close(pieces(prompts, responses, [""] * 6), scores)
     assert pieces([], [], []).shape == (0,)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_classifier_sees_one_begin_token_where_the_chat_template_wrote_one(
+    tmp_path: Path, tiny: Path, side: str
+) -> None:
+    directory = make_classifier(tmp_path / "rm", tiny)
+    tokenizer = load_tokenizer(tiny)
+    # Token 258 of the tiny model's, as a BOS that the tokenizer puts before each text by itself.
+    begin = str(tokenizer.convert_ids_to_tokens(258))
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{begin} $A", special_tokens=[(begin, 258)]
+    )
+    tokenizer.bos_token, tokenizer.padding_side = begin, side
+    tokenizer.save_pretrained(str(directory))
+    assert load_tokenizer(directory)("1")["input_ids"][0] == 258
+    reward = build_reward(f"classifier:{directory}")
+    plain, responses, answers = ["1+1=", "10+20="], ["2", "30"], ["", ""]
+    expected = reward(plain, responses, answers)
+    for prompts in ([begin + plain[0], begin + plain[1]], [begin + plain[0], plain[1]]):
+        assert torch.equal(reward(prompts, responses, answers), expected)
 
 
 def test_a_model_without_a_reward_head_is_refused_instead_of_filled_with_noise(tiny: Path) -> None:

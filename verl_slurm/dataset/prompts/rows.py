@@ -6,15 +6,20 @@ gets an answer that is no text as JSON.
 
 A missing value is refused in every spelling: no key, null, NaN, empty or blank text, text of characters that are not
 seen, a list or an object of nothing else. A prompt is refused as well where its whole text is a table's word for a
-missing value (`reads_missing`); as an answer, `None` and the text `[]` may be right.
+missing value (`reads_missing`); as an answer, `None` and the text `[]` may be right. So is a prompt whose whole text is
+a conversation, as JSON or as Python or NumPy print it: no template would be applied to it.
 
 Text that UTF-8 cannot encode is refused: JSON can write half of a surrogate pair (`"\\ud83d"`), which no tokenizer, no
 template and no journal takes.
 """
 
+import ast
 import json
+import re
 import unicodedata
+import warnings
 from collections.abc import Callable, Collection, Iterator
+from decimal import Decimal
 from pathlib import PurePath
 from typing import Any, BinaryIO
 
@@ -39,6 +44,10 @@ _UNSEEN = frozenset(
     "\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0" + "".join(map(chr, range(0xFE00, 0xFE10)))
 )
 """Characters without a form that Unicode counts as letters, marks or symbols: fillers, variation selectors."""
+_BEGINS_AS_MESSAGES = re.compile(r"\s*(?:\[\s*)?\{\s*[\"']")
+_SPEAKERS = frozenset(("system", "developer", "user", "human"))
+_BETWEEN_MESSAGES = re.compile(r"\}\s+\{")
+_OF_NUMPY = re.compile(r"\barray(?=\()|,\s*dtype=object(?=\))")
 
 
 class MissingValue(DataError):
@@ -53,6 +62,31 @@ def reads_missing(text: str) -> bool:
         return False
     word = text.strip(_AROUND_WORDS).lower()
     return not word or word in _WORDS_FOR_MISSING
+
+
+def _is_written_conversation(text: str) -> bool:
+    """Returns whether a whole text is messages in JSON, or as Python or NumPy print them."""
+    if not _BEGINS_AS_MESSAGES.match(text) or not ("role" in text or "from" in text):
+        return False
+    try:
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            # NumPy writes no comma between the messages. It may change a message's text, and that is not read.
+            literal = _OF_NUMPY.sub("", _BETWEEN_MESSAGES.sub("},{", text)).strip()
+            with warnings.catch_warnings():  # of the escapes in it
+                warnings.simplefilter("ignore")
+                value = ast.literal_eval(literal)
+    # A text like code stays a prompt, and so does one that is nested too deeply to be read.
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return False
+    messages = value if isinstance(value, list) else [value]
+    return all(isinstance(message, dict) for message in messages) and any(
+        # Other objects may have such keys: {"from": "USD", "value": 3}.
+        str(message.get(speaker)).lower() in _SPEAKERS and text in message
+        for message in messages
+        for speaker, text in (("role", "content"), ("from", "value"))
+    )
 
 
 def _is_blank(text: str) -> bool:
@@ -180,7 +214,17 @@ def found_at(row: dict[str, Any], key: str) -> str:
 def _prompt(value: Any, row: dict[str, Any], where: str, key: str) -> Prompt:
     # An empty prompt has no token to start from, and `nan` is what a table writes for a prompt that it lacks.
     if isinstance(value, str) and not _is_blank(value) and not reads_missing(value):
+        if _is_written_conversation(value):
+            raise DataError(
+                "a conversation that is written as text",
+                where=where,
+                found=f"{value[:_SHOWN]!r} under {key!r}",
+                expected="a list of {role, content}, or the text of a prompt",
+                remedy="write it as a list into .jsonl or Parquet: as text, no chat template is applied to it",
+            )
         return value
+    if isinstance(value, bytes):
+        raise _binary(where, key)
     if not isinstance(value, list) or not value:
         raise _no_text(value, row, where, key, "text, or a list of {role, content}", "data.prompt_key")
     messages = []
@@ -226,8 +270,27 @@ def _answer(row: dict[str, Any], where: str, key: str) -> str:
         raise _no_text(value, row, where, key, "an answer", remedy)
     if isinstance(value, str):
         return value
-    # default=str: Parquet gives dates and decimals, which JSON lacks.
-    return json.dumps(value, ensure_ascii=False, default=str)
+
+    def plain(part: Any) -> Any:
+        """Returns what Parquet has and JSON lacks, within an object: decimals, dates."""
+        if isinstance(part, bytes):
+            raise _binary(where, key)
+        return json.loads(f"{part:f}") if isinstance(part, Decimal) else str(part)
+
+    if isinstance(value, dict | list | tuple | int | float):
+        return json.dumps(value, ensure_ascii=False, default=plain)
+    # By itself it gets no quotation marks, and a decimal keeps its digits: `1.50`.
+    return f"{value:f}" if isinstance(value, Decimal) else str(plain(value))
+
+
+def _binary(where: str, key: str) -> DataError:
+    return DataError(
+        f"{key!r} holds binary data",
+        where=where,
+        found="bytes",
+        expected="text, numbers, or lists and objects of them",
+        remedy="cast the column to text in the program that wrote it, or set another key",
+    )
 
 
 def _no_text(

@@ -677,6 +677,7 @@ def _check_rows(
         found += _refuse_unrewarded(config, where, rows)
     if not rows.whole:
         found.append(warn(f"{where}: only the first {rows.rows} rows were looked at"))
+    found += _unmeasured(entry, where, settings)
     elsewhere = f" ({len(places) - len(there)} more elsewhere)" if there != places else ""
     number = counted(rows.rows, "row") if rows.whole else f"more than {counted(rows.rows, 'row')}"
     told = f"{where}: {counted(len(files), 'file')}{elsewhere}, {number} with {', '.join(keys)}"
@@ -767,6 +768,24 @@ def _refuse_rows(entry: Entry, where: str, rows: Rows, messages: str, reward: _R
             expected=f"a list of {{role, content}} under {messages!r}",
             remedy="write it as one: verl gives it to the model's chat template",
         )
+
+
+def _unmeasured(entry: Entry, where: str, settings: Mapping[str, Any]) -> list[Finding]:
+    """Says what verl does with a row that is too long: its template, tools and processor decide on its length."""
+    row, key, does = "prompt", "data.max_prompt_length", "cuts it from the left"
+    if entry == "sft":
+        row, key, does = "conversation", "data.max_length", "cuts it"
+        if value_at(settings, "data.truncation") == "error":
+            does = "ends there"
+    elif value_at(settings, "data.filter_overlong_prompts"):
+        does = "drops it, and the rows are counted with it here"
+    # What cuts. By default it is that of the data, and the user knows it by that name.
+    elif value_at(settings, f"{_ROLLOUT}.prompt_length") not in (None, value_at(settings, key)):
+        key = f"{_ROLLOUT}.prompt_length"
+    most = value_at(settings, key)
+    if most is None:  # in settings without verl's defaults
+        return []
+    return [skipped(f"whether a {row} of {where} exceeds verl.{key}={most}: verl {does}")]
 
 
 def _refuse_too_few(config: RunConfig, settings: Mapping[str, Any], rows: Rows) -> None:

@@ -8,13 +8,13 @@ from typing import Any, Protocol
 import safetensors.torch
 import torch
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
+from transformers import AutoModelForSequenceClassification, BatchEncoding, PreTrainedTokenizerBase
 
 from verl_slurm.base.bounded import TOKENIZER, read_regular
 from verl_slurm.base.errors import ConfigError, DataError, DatasetDrift
 from verl_slurm.config.reward_spec import FORMS, RewardSpec, parse_reward
 from verl_slurm.dataset.fingerprint.data_record import fingerprint
-from verl_slurm.trainer.data import Batch, load_tokenizer
+from verl_slurm.trainer.data import Batch, begin_token, load_tokenizer
 from verl_slurm.trainer.models import load_pretrained
 from verl_slurm.trainer.reward.python import load_python_reward
 from verl_slurm.trainer.state.pinned_model import pinned_model
@@ -141,9 +141,7 @@ class ClassifierReward:
         texts = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
         scores = []
         for start in range(0, len(texts), self._batch_size):
-            encoded = self._tokenizer(
-                texts[start : start + self._batch_size], padding=True, return_tensors="pt"
-            ).to(self._device)
+            encoded = self._encoded(texts[start : start + self._batch_size]).to(self._device)
             self._require_short(encoded["input_ids"].shape[1])
             # In the given order and in fixed batches: rounding depends on the batch.
             scores.append(self._model(**encoded).logits[:, 0].float().cpu())
@@ -158,6 +156,16 @@ class ClassifierReward:
                 remedy="correct the reward model, or set model.reward",
             )
         return whole
+
+    def _encoded(self, texts: list[str]) -> BatchEncoding:
+        """Returns a padded batch; where the tokenizer puts a BOS before a text, there is one."""
+        encoded = self._tokenizer(texts)
+        # A chat template has written a BOS already, and no classifier was trained on two.
+        if (begin := begin_token(self._tokenizer)) is not None:
+            twice = [ids[:2] == [begin, begin] for ids in encoded["input_ids"]]
+            for name, rows in encoded.items():
+                encoded[name] = [row[double:] for row, double in zip(rows, twice, strict=True)]
+        return self._tokenizer.pad(encoded, return_tensors="pt")
 
     def _require_short(self, length: int) -> None:
         """Raises `DataError` for a text that is longer than the model's position embeddings."""
