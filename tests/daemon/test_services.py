@@ -86,10 +86,13 @@ def test_a_service_that_ran_for_long_has_all_its_restarts_again(
     assert restarts_in_a_row(before, ready_s) == now
 
 
+AS_RANKS = ("-m", "verl_slurm.loops.rendezvous")
+
+
 @pytest.mark.parametrize(
     ("command", "argv"),
     [
-        (("/a/judge.py", "--port={port}"), ["py", "-P", "/a/judge.py", "--port=8000"]),
+        (("/a/judge.py", "--port={port}"), ["py", "-P", *AS_RANKS, "/a/judge.py", "--port=8000"]),
         (("-m", "vllm.x", "--host", "{host}"), ["py", "-P", "-m", "vllm.x", "--host", "10.0.0.1"]),
         (("serve", '{"a": {}}'), ["serve", '{"a": {}}']),
     ],

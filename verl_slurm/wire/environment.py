@@ -59,6 +59,9 @@ HOST_PID_VARIABLE = "VERL_SLURM_HOST_PID"
 LOG_VARIABLE = "VERL_SLURM_LOG"
 """The log of this node's ranks, to which processes append that have another output (`wire.hang_records`)."""
 
+SEARCH_VARIABLE = "VERL_SLURM_PYTHONPATH"
+"""PYTHONPATH as it was at `submit`, before ours. A run that a program of another run submits gets this one."""
+
 STACKS_SIGNAL = signal.SIGRTMIN + 3
 """Makes a rank write the stacks of all its threads into its log (`faulthandler`, in C, whichever thread holds the GIL).
 Slurm and launchers do not send this signal."""

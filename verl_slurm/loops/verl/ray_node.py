@@ -176,7 +176,9 @@ async def _lead(
     gather = await _start([sys.executable, "-P", "-m", "verl_slurm.loops.verl.ray_nodes", *wanted], environ)
     if code := await gather.wait():
         return code
-    driver = await _start([sys.executable, "-P", *program], environ)
+    # A file is run as a rank is: its neighbours may be imported, and not before it begins. Ray hands that on.
+    words = program if program[0] == "-m" else ["-m", "verl_slurm.loops.rendezvous", *program]
+    driver = await _start([sys.executable, "-P", *words], environ)
     return await driver.wait()
 
 
