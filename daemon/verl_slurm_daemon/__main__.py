@@ -15,6 +15,7 @@ from pathlib import Path
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.processes import forbid_core_dumps
+from verl_slurm.wire.environment import UMASK_VARIABLE
 from verl_slurm_daemon.agent.agent_log import quiet_streams
 from verl_slurm_daemon.descendants import WARNINGS
 
@@ -58,7 +59,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     """Runs the subcommand in argv. Prints a `VerlSlurmError` as one line on stderr and returns its exit code."""
-    os.umask(0o077)
+    # Handed on, for the user's programs; an agent has the lead's word for it.
+    os.environ.setdefault(UMASK_VARIABLE, f"{os.umask(0o077):03o}")
     forbid_core_dumps(for_good=True)  # the channel's token is in memory
     args = _parser().parse_args()
     try:

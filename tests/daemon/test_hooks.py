@@ -85,6 +85,14 @@ def test_a_command_gets_the_event_and_its_arguments(tmp_path: Path, script: Call
     assert rest == f"two words on_checkpoint {tmp_path}"
 
 
+def test_a_command_has_the_umask_of_who_submitted(
+    tmp_path: Path, script: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VERL_SLURM_UMASK", "002")
+    tell(tmp_path, GOOD, on_checkpoint=(script("umask > told"),))
+    assert (tmp_path / "told").read_text() == "0002\n"
+
+
 def test_calls_of_one_hook_come_in_order_and_one_at_a_time(
     tmp_path: Path, script: Callable[[str], str]
 ) -> None:

@@ -1,6 +1,9 @@
 """The command lines of a restart."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -10,10 +13,11 @@ from verl_slurm_daemon.allocation import launcher
 
 import verl_slurm
 from tests.builders import run_config
+from tests.processes import python_path
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import parse_config
-from verl_slurm.config.schema import HealthConfig, RunConfig, ServiceConfig
+from verl_slurm.config.schema import DistributedConfig, HealthConfig, RunConfig, ServiceConfig
 from verl_slurm.containers.inside import ENVIRONMENT
 from verl_slurm.containers.runtimes import Gpus, contained_ranks_argv, in_image, mounts
 from verl_slurm.wire.messages import Launch
@@ -307,7 +311,38 @@ def test_a_guest_learns_from_its_environment_whose_life_it_leads() -> None:
         "VERL_SLURM_RESTART": "2",
         "VERL_SLURM_RESUME": "step_000004",
     }
-    assert env["PYTHONPATH"] == "/mine:/x"
+    assert env["PYTHONPATH"] == "/mine", "the launcher itself imports nothing that lies beside the program"
+
+
+def test_modules_beside_the_program_are_the_programs_alone_and_come_first(tmp_path: Path) -> None:
+    """A `utils.py` at the root of the repository was imported in the place of the one beside the program."""
+    (own := tmp_path / "scripts").mkdir()
+    for folder in (tmp_path, own):
+        (folder / "utils.py").write_text("")
+    for name in ("json", "psutil", "msgspec", "verl_slurm", "verl_slurm_daemon"):
+        (own / f"{name}.py").write_text(f"import os\nos.write(1, b'{name} of the program\\n')")
+    (own / "near.py").write_text("")
+    (own / "program.py").write_text(
+        "import os, subprocess, sys, utils\n"
+        "os.write(1, f'{sys.path[0]}\\n{utils.__file__}\\n'.encode())\n"
+        "import json\n"
+        "child = [sys.executable, '-c', 'import near; print(near.__file__)']\n"
+        "os.write(1, subprocess.check_output(child))"
+    )
+    config = _guest(f"backend: command, command: [{own}/program.py]")
+    config = msgspec.structs.replace(config, distributed=DistributedConfig(nodes=1, dp_size=1))
+    launch = msgspec.structs.replace(LAUNCH, node_rank=0)
+    argv = launcher.launcher_argv(sys.executable, config, PATHS, launch, tmp_path)
+    environ = {**os.environ, **python_path(tmp_path)}
+    environ = launcher.launcher_env(environ, config, PATHS, launch, tmp_path)
+    done = subprocess.run(argv, capture_output=True, text=True, env=environ, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        str(own),
+        f"{own}/utils.py",
+        "json of the program",
+        f"{own}/near.py",
+    ], "a child finds its neighbours, too"
 
 
 JUDGE = ServiceConfig(command=("judge.py",), nodes=2)

@@ -86,10 +86,13 @@ def test_a_service_that_ran_for_long_has_all_its_restarts_again(
     assert restarts_in_a_row(before, ready_s) == now
 
 
+AS_RANKS = ("-m", "verl_slurm.loops.rendezvous")
+
+
 @pytest.mark.parametrize(
     ("command", "argv"),
     [
-        (("/a/judge.py", "--port={port}"), ["py", "-P", "/a/judge.py", "--port=8000"]),
+        (("/a/judge.py", "--port={port}"), ["py", "-P", *AS_RANKS, "/a/judge.py", "--port=8000"]),
         (("-m", "vllm.x", "--host", "{host}"), ["py", "-P", "-m", "vllm.x", "--host", "10.0.0.1"]),
         (("serve", '{"a": {}}'), ["serve", '{"a": {}}']),
     ],
@@ -165,6 +168,7 @@ import http.server, os, sys
 starts = sys.argv[1]
 with open(starts, "a") as file:
     file.write(f"{os.getpid()}\\n")
+open(f"{starts}.made", "a").close()
 if len(open(starts).readlines()) == 1:
     sys.exit("no model here")
 place = (os.environ["VERL_SLURM_HOST"], int(os.environ["VERL_SLURM_PORT"]))
@@ -251,7 +255,12 @@ def test_slurms_warnings_do_not_reach_a_handler_that_the_service_installs(tmp_pa
 @pytest.mark.slow
 def test_a_service_without_restarts_left_fails_and_its_host_waits_for_the_lead(tmp_path: Path) -> None:
     story = HostStory(tmp_path, restarts=0)
-    assert story.run(lambda said: said.what == "failed") == 0
+    before = os.umask(0o002)  # of who submitted: the service, which is a program of the user's, has it back
+    try:
+        assert story.run(lambda said: said.what == "failed") == 0
+    finally:
+        os.umask(before)
+    assert (tmp_path / "starts.made").stat().st_mode & 0o777 == 0o664
     assert [said.what for said in story.said] == ["started", "failed"]
     assert story.said[1].detail == "exit code 1: no model here"
 

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from torch import nn
 import verl_slurm
 from tests.builders import write_config
 from tests.fakes.agent import Agent
+from tests.hostile.planted import modes
 from tests.processes import free_port
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.fence import take_attempt
@@ -337,6 +339,23 @@ def test_a_loop_finds_the_services_beside_it_by_their_names(monkeypatch: pytest.
     monkeypatch.setenv("VERL_SLURM_SERVICE_TOKEN", "secret")
     with verl_slurm.run(model=nn.Linear(1, 1)) as run:
         assert run.services == {"judge": ["n3:8000", "n4:8000"]}
+
+
+def test_what_the_program_writes_has_the_users_umask_and_the_run_stays_private(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A model that the program saved for its colleagues was 0600: the process had our umask from then on."""
+    before = os.umask(0o002)
+    try:
+        with alone.served(monkeypatch), verl_slurm.run(model=alone.model) as run:
+            for step in run.steps(2):
+                (tmp_path / f"during{step}").touch()
+        (tmp_path / "after").touch()
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir() if file.is_file()} == {0o664}
+    assert newest_checkpoint(alone.paths.root).name == "step_000002"
+    assert modes([alone.paths.checkpoints, alone.paths.steps]) == []
 
 
 def test_a_loop_of_ones_own_asks_behind_each_step(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,13 +5,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from verl_slurm_daemon.agent.ranks import rank_environment
+from verl_slurm_daemon.allocation.launcher import launcher_env
 
 from verl_slurm.base.errors import ConfigError
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.changes import LAYOUT_KEYS, refuse_changes
 from verl_slurm.config.elastic import keep_step
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.slurm.batch import sbatch_options, sbatch_parameters, unwanted_environment
+from verl_slurm.slurm.batch import (
+    sbatch_options,
+    sbatch_parameters,
+    submission_environment,
+    unwanted_environment,
+)
 from verl_slurm.slurm.facts import PartitionFacts
 from verl_slurm.submit.checks.model_and_reward import (
     BUILTIN_DATA,
@@ -24,6 +32,8 @@ from verl_slurm.submit.checks.model_and_reward import (
 from verl_slurm.submit.checks.model_files import BUILTIN_MODELS
 from verl_slurm.submit.checks.slurm_answers import choose_cluster, partition_complaint
 from verl_slurm.submit.relative_paths import absolute
+from verl_slurm.wire.environment import SEARCH_VARIABLE, SERVICE_TOKEN_VARIABLE
+from verl_slurm.wire.messages import Launch
 
 
 def config(*overrides: str) -> RunConfig:
@@ -87,6 +97,38 @@ def test_memory_and_gpus_in_other_words_stand_in_the_script_alone() -> None:
     assert not any(option.startswith("--gpus") for option in options)
     beside = sbatch_options(config("slurm.gpus_per_node=2", "slurm.extra.gres=lustre:1"))
     assert {"--gpus-per-node=2", "--gres=lustre:1"} <= set(beside)
+
+
+def test_a_run_that_a_program_of_another_submits_has_nothing_of_that_run(tmp_path: Path) -> None:
+    """DPO after SFT: its metrics went into SFT's W&B run, and its code was SFT's copy."""
+    mine = {"PATH": "/bin", "PYTHONPATH": "/repo", "WANDB_PROJECT": "p", "VERL_SLURM_DEVCLUSTER": "/dev"}
+
+    def ranks(name: str, environ: dict[str, str]) -> dict[str, str]:
+        guest = config("trainer.backend=command", "trainer.command=[/x/train.py]", f"name={name}")
+        launch = Launch(restart=1, attempt=1, node_rank=0, master_addr="", master_port=0, resume="")
+        environ = environ | {SEARCH_VARIABLE: environ["PYTHONPATH"], SERVICE_TOKEN_VARIABLE: "secret"}
+        environ |= {"PYTHONPATH": f"/runs/{name}/code/digest"}
+        return launcher_env(environ, guest, RunPaths(f"/runs/{name}"), launch, tmp_path / name)
+
+    first = ranks("sft", mine)
+    assert first["PYTHONPATH"] == "/runs/sft/code/digest"
+    rank = rank_environment(first, 1, 0, 2, 1)
+    submitted = submission_environment(rank, config())
+    same = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    assert submitted == mine | same
+    second = ranks("dpo", submitted)
+    names = (
+        "WANDB_RUN_ID",
+        "SWANLAB_RUN_ID",
+        "TENSORBOARD_DIR",
+        "TORCH_FR_DUMP_TEMP_FILE",
+        "VLLM_RPC_BASE_PATH",
+    )
+    assert not {first[name] for name in names} & {second[name] for name in names}
+    said = mine | {"WANDB_RUN_ID": "mine", "GLOO_SOCKET_IFNAME": "ib0"}
+    assert submission_environment(said, config()) == said | {"PYTHONSAFEPATH": "1"}, (
+        "outside of a run they stay"
+    )
 
 
 def test_the_environment_of_a_surrounding_job_is_left_behind() -> None:

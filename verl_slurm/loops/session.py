@@ -85,8 +85,8 @@ class Session:
         """Connects to the agent of this node and reports that this rank lives; without a daemon, a session of no
         effect.
 
-        Under a daemon this process from here on ends with its launcher. It answers the daemon's question where its
-        threads are (`faulthandler`), and makes its files for its own user alone (umask 077).
+        Under a daemon this process from here on ends with its launcher, and answers the daemon's question where its
+        threads are (`faulthandler`). The umask stays the user's: what is ours is made with its mode.
 
         Args:
             rank, world_size: default: RANK and WORLD_SIZE, or the only one.
@@ -107,8 +107,6 @@ class Session:
         if lifeline:
             die_with_launcher()
         paths, attempt, resume = _the_run(here)
-        # Frameworks write checkpoints and logs with the default mode; the run is private to its user.
-        os.umask(0o077)
         answer_with_stacks()
         line = RankClient.connect(Path(control))
         # The daemon's limit for a start runs until this message, so it is sent before torch and the framework are

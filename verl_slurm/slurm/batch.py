@@ -15,9 +15,10 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.base.search_path import clean_environment
+from verl_slurm.base.search_path import PYTHONPATH, clean_environment
 from verl_slurm.config.checks.options import asks_for_gpus
 from verl_slurm.config.schema import RunConfig, nodes_of_components
+from verl_slurm.wire.environment import CONTROL_VARIABLE, DEVCLUSTER_VARIABLE, SEARCH_VARIABLE, UMASK_VARIABLE
 
 # The next start begins ten minutes later: no nodes are held meanwhile. The scripts in `sbatch/` repeat it,
 # since Slurm runs a copy of a script, beside which nothing lies.
@@ -48,7 +49,17 @@ verl_slurm_await() { # until this command succeeds: its file system may come lat
 # would silently override our `--requeue`. Also those of a job that we are inside of, which srun in the new job would
 # take for its own.
 _SBATCH_VARIABLE = re.compile(r"SBATCH_.+|SLURM_.+|SLURMD_.+|PMI_.+|PMIX_.+|PMI2_.+|SUBMITIT_.+")
+# What a run gives its own processes. A program of one may submit another run, to which they are not the user's.
+_OF_A_RUN = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.+|TORCH_GLOO_LAZY_INIT"
+    r"|TORCH_FR_(BUFFER_SIZE|DUMP_TEMP_FILE)|(OMP|MKL)_NUM_THREADS|PYTHONHASHSEED|TENSORBOARD_DIR"
+    r"|TORCH_NCCL_(ASYNC_ERROR_HANDLING|DUMP_ON_TIMEOUT|DEBUG_INFO_PIPE_FILE)"
+    r"|TORCHINDUCTOR_CACHE_DIR|VLLM_RPC_BASE_PATH|(WANDB|SWANLAB)_(RUN_ID|RESUME)"
+    r"|RAY_(ADDRESS|AUTH_MODE|AUTH_TOKEN_PATH|JOB_ID)"
+)
 _KEEP = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT", "SLURM_CONF_SERVER"}
+_KEEP |= {DEVCLUSTER_VARIABLE, UMASK_VARIABLE}
+_GLOO = "GLOO_SOCKET_IFNAME"
 _KEEP_UNLESS_SET = {
     "SBATCH_ACCOUNT": "account",
     "SBATCH_PARTITION": "partition",
@@ -216,8 +227,18 @@ def asked_partition(environ: Mapping[str, str], config: RunConfig) -> str | None
 
 
 def submission_environment(environ: Mapping[str, str], config: RunConfig) -> dict[str, str]:
-    """Returns the environment of sbatch: `environ` without those, and without imports from the working directory."""
+    """Returns the environment of sbatch: `environ` without those, without what another run gave this process, and
+    without imports from the working directory.
+    """
     gone = set(unwanted_environment(list(environ), config))
-    kept = clean_environment({name: value for name, value in environ.items() if name not in gone})
+    gone |= {name for name in environ if name.startswith("VERL_SLURM_")} - _KEEP
+    if CONTROL_VARIABLE in environ:
+        gone |= {name for name in environ if _OF_A_RUN.fullmatch(name)}
+        if environ.get(_GLOO) == "lo":  # ours, of a run on one node
+            gone.add(_GLOO)
+    # In that run PYTHONPATH names its copies of code: the places that the user named count.
+    path = environ.get(SEARCH_VARIABLE, environ.get(PYTHONPATH))
+    kept = {name: value for name, value in environ.items() if name not in {*gone, PYTHONPATH}}
+    kept = clean_environment(kept | ({PYTHONPATH: path} if path else {}))
     # submitit starts its local controller by `python -m` without -P, which would look in the working directory first.
     return kept | {"PYTHONSAFEPATH": "1"}

@@ -35,6 +35,7 @@ from verl_slurm.slurm.runner import Completed, slurm_words, waiting_for
 from verl_slurm.slurm.slurm_client import SlurmClient
 from verl_slurm.submit.checks.slurm_answers import refusal
 from verl_slurm.submit.submission_plan import Cluster, SubmissionPlan
+from verl_slurm.wire.environment import UMASK_VARIABLE
 
 _TIMEOUT_S = 120.0
 _NO_LIMIT_MIN = 366 * 24 * 60
@@ -150,7 +151,7 @@ def _ask_child(command: list[str], environment: dict[str, str]) -> _Answer:
 def main(run_dir: str, cluster: Cluster, after: str, avoids: Sequence[str] = ()) -> int:
     """Runs as the child: submits and answers in one JSON line."""
     # submitit's files are pickles, which whoever unpickles them runs.
-    os.umask(0o077)
+    os.environ[UMASK_VARIABLE] = f"{os.umask(0o077):03o}"  # the job inherits ours
     # The local controller inherits 1 and 2; the answer goes out through a descriptor that it does not get.
     answer_fd = os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)

@@ -6,6 +6,7 @@ The agent sets the first five for the launcher of a node's ranks; the ranks and 
 daemon's `ranks` adds what torchrun would give each rank (RANK, WORLD_SIZE, ...).
 """
 
+import os
 import signal
 
 CONTROL_VARIABLE = "VERL_SLURM_CONTROL"
@@ -59,6 +60,18 @@ HOST_PID_VARIABLE = "VERL_SLURM_HOST_PID"
 LOG_VARIABLE = "VERL_SLURM_LOG"
 """The log of this node's ranks, to which processes append that have another output (`wire.hang_records`)."""
 
+SEARCH_VARIABLE = "VERL_SLURM_PYTHONPATH"
+"""PYTHONPATH as it was at `submit`, before ours. A run that a program of another run submits gets this one."""
+
+UMASK_VARIABLE = "VERL_SLURM_UMASK"
+"""The umask of the process that submitted, octal: programs, services and hooks of the user's get it back."""
+
 STACKS_SIGNAL = signal.SIGRTMIN + 3
 """Makes a rank write the stacks of all its threads into its log (`faulthandler`, in C, whichever thread holds the GIL).
 Slurm and launchers do not send this signal."""
+
+
+def users_umask() -> int:
+    """Returns the umask for processes of the user's; 077 where it is not known."""
+    # Ours, which a daemon's processes inherit, would keep a model that the program writes from the user's colleagues.
+    return int(os.environ.get(UMASK_VARIABLE, "077"), 8)

@@ -18,7 +18,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.search_path import PYTHONPATH
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.program.programs import Moves
-from verl_slurm.wire.environment import LOG_VARIABLE
+from verl_slurm.wire.environment import LOG_VARIABLE, SEARCH_VARIABLE
 from verl_slurm.wire.framing import ranks_key, relay_key, services_token
 from verl_slurm.wire.lead_file import LeadAddress
 from verl_slurm.wire.messages import Launch
@@ -139,6 +139,7 @@ class NodeStart:
         environ[LOG_VARIABLE] = str(log)
         moves = Moves.of(self._paths)
         config = moves.config(self._config)
+        environ[SEARCH_VARIABLE] = environ.get(PYTHONPATH, "")
         if path := moves.search_path(environ.get(PYTHONPATH, "")):
             environ[PYTHONPATH] = path
         # The program reads its settings by relative names: those that were submitted, not those that lie there now.

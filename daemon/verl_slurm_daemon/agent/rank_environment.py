@@ -15,7 +15,7 @@ from verl_slurm.base.errors import NOT_SET_UP, ConfigError
 from verl_slurm.base.files import open_log, read_private
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.slurm.rank_setup import OURS, setup_script
-from verl_slurm.wire.environment import SERVICE_TOKEN_VARIABLE, SERVICE_VARIABLE
+from verl_slurm.wire.environment import SERVICE_TOKEN_VARIABLE, SERVICE_VARIABLE, users_umask
 from verl_slurm.wire.messages import Launch
 from verl_slurm_daemon.descendants import child_setup, tail
 
@@ -93,6 +93,7 @@ async def _after(script: str, environ: Mapping[str, str], log: Path) -> dict[str
                     start_new_session=True,
                     pass_fds=(answer,),
                     preexec_fn=child_setup,
+                    umask=users_umask(),
                 )
             )
             try:

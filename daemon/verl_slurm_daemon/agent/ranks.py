@@ -33,7 +33,7 @@ import psutil
 
 from verl_slurm.base.kernel_facts import oom_kills
 from verl_slurm.base.processes import become_subreaper, die_with_parent
-from verl_slurm.wire.environment import HOST_PID_VARIABLE, RESTART_VARIABLE
+from verl_slurm.wire.environment import HOST_PID_VARIABLE, RESTART_VARIABLE, users_umask
 from verl_slurm.wire.standing_by import Orders
 from verl_slurm_daemon.descendants import WARNINGS, kill_tree
 
@@ -52,6 +52,7 @@ _HOST_GONE = signal.SIGRTMIN + 4
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs this node's ranks; returns 0 if all ended with 0. Of a service: its exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
+    os.umask(users_umask())
     if words[0] == "--service":
         return _run_service(words[1:])
     if words[0] == "--stand-by":

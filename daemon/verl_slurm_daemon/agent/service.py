@@ -124,8 +124,10 @@ def restarts_in_a_row(before: int, ready_s: float) -> int:
 def service_argv(python: str, service: ServiceConfig, host: str, port: int) -> list[str]:
     """Returns the command line of the service. Only `{port}` and `{host}` are replaced: other braces may be JSON."""
     words = [word.replace("{port}", str(port)).replace("{host}", host) for word in service.command]
-    by_python = words[0] == "-m" or words[0].endswith(".py")
-    return [python, "-P", *words] if by_python else words
+    if words[0].endswith(".py"):
+        # As a rank: its neighbours may be imported, and not before it begins.
+        return [python, "-P", "-m", "verl_slurm.loops.rendezvous", *words]
+    return [python, "-P", *words] if words[0] == "-m" else words
 
 
 class ServiceHost:
@@ -314,13 +316,7 @@ class ServiceHost:
             return False
 
     def _environment(self, environ: dict[str, str], port: int, token: str) -> dict[str, str]:
-        made = clean_environment(environ)
-        program = self._service.command[0]
-        # The user named the file, so its neighbours may be imported as well.
-        if program.endswith(".py"):
-            inherited = made.get("PYTHONPATH", "")
-            made["PYTHONPATH"] = ":".join(part for part in (inherited, str(Path(program).parent)) if part)
-        made |= {
+        made = clean_environment(environ) | {
             "PYTHONSAFEPATH": "1",
             "PYTHONUNBUFFERED": "1",
             environment.HOST_PID_VARIABLE: str(os.getpid()),

@@ -202,11 +202,6 @@ def launcher_env(
             environment.RESTART_VARIABLE: str(launch.restart),
             environment.RESUME_VARIABLE: launch.resume,
         }
-    program = config.trainer.command[:1]
-    # The user named the file, so its neighbours may be imported as well.
-    if program and program[0].endswith(".py"):
-        inherited = environ.get("PYTHONPATH", "")
-        fixed["PYTHONPATH"] = ":".join(part for part in (inherited, str(Path(program[0]).parent)) if part)
     if threads:
         fixed |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     # In this order: the user's environment may replace `own`, and never what the run depends on.

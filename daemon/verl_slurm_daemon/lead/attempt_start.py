@@ -103,7 +103,9 @@ async def prepare(root: Path, hostfile: Path | None) -> Ground:
         if restarted:
             paths.run_yaml.stat()  # missing on a node without the file system: not a wrong configuration
         config = load_own(paths.run_yaml)
-        for directory in (paths.control, paths.logs, paths.ledger, paths.checkpoints):
+        # A guest's tracker would make its directory with the user's umask, and RUN may be open to a group.
+        guests = [paths.tensorboard] if config.trainer.is_guest else []
+        for directory in (paths.control, paths.logs, paths.ledger, paths.checkpoints, *guests):
             private_dir(directory, inside=paths.run)
         require_run_id(paths)
         run_id(paths)  # made here, so that no two ranks make it at once

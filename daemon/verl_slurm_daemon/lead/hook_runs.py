@@ -22,7 +22,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal import events as ev
 from verl_slurm.journal.files import to_json
-from verl_slurm.wire.environment import HOOK_RUN_VARIABLE, HOOK_VARIABLE
+from verl_slurm.wire.environment import HOOK_RUN_VARIABLE, HOOK_VARIABLE, users_umask
 from verl_slurm_daemon.descendants import child_setup
 from verl_slurm_daemon.lead.attempt_start import answered
 from verl_slurm_daemon.lead.webhook import Post
@@ -138,6 +138,7 @@ class Hooks:
             stderr=subprocess.PIPE,
             start_new_session=True,
             preexec_fn=_setup,
+            umask=users_umask(),
         )
         try:
             async with asyncio.timeout(self._hooks.timeout_s):

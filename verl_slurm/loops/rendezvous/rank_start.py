@@ -18,7 +18,9 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import TracebackType
 
+from verl_slurm.base.search_path import PYTHONPATH
 from verl_slurm.loops.rendezvous.install import install_on_import
+from verl_slurm.wire.environment import SEARCH_VARIABLE
 from verl_slurm.wire.lifeline import die_with_launcher
 from verl_slurm.wire.standing_by import Orders, WatchedEnvironment, import_all
 
@@ -74,6 +76,14 @@ def _stand_by(imports: Path) -> None:
 
 
 def _become(path: str) -> None:
+    # First, as `python PROGRAM` does, and not before our own imports: they would find a `json.py` that lies there.
+    sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    # For the Python processes that it starts: PYTHONSAFEPATH keeps each of them from its own directory.
+    inherited = os.environ.get(PYTHONPATH, "")
+    os.environ.setdefault(SEARCH_VARIABLE, inherited)
+    os.environ[PYTHONPATH] = os.pathsep.join(
+        filter(None, [inherited, os.path.dirname(os.path.abspath(path))])
+    )
     main = vars(sys.modules["__main__"])
     loader = SourceFileLoader("__main__", path)
     code = compile(loader.get_data(path), path, "exec", dont_inherit=True)

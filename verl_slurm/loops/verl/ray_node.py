@@ -42,7 +42,7 @@ from verl_slurm.loops.verl.ray_nodes import (
 )
 from verl_slurm.loops.verl.verl_settings import require_verl, resume_point, start_settings
 from verl_slurm.program.programs import Moves
-from verl_slurm.wire.environment import CONTROL_VARIABLE, RECIPE_VARIABLE, RESTART_VARIABLE
+from verl_slurm.wire.environment import CONTROL_VARIABLE, RECIPE_VARIABLE, RESTART_VARIABLE, users_umask
 from verl_slurm.wire.lead_file import read_lead_address
 from verl_slurm.wire.messages import StoreCall, StrangerMet
 from verl_slurm.wire.store_line import StoreLine
@@ -176,7 +176,9 @@ async def _lead(
     gather = await _start([sys.executable, "-P", "-m", "verl_slurm.loops.verl.ray_nodes", *wanted], environ)
     if code := await gather.wait():
         return code
-    driver = await _start([sys.executable, "-P", *program], environ)
+    # A file is run as a rank is: its neighbours may be imported, and not before it begins. Ray hands that on.
+    words = program if program[0] == "-m" else ["-m", "verl_slurm.loops.rendezvous", *program]
+    driver = await _start([sys.executable, "-P", *words], environ)
     return await driver.wait()
 
 
@@ -313,6 +315,7 @@ async def _start(
             stderr=output,
             # The agent kills by process tree; a child whose parent is gone would be missed.
             preexec_fn=die_with_parent,
+            umask=users_umask(),  # the driver is the user's, and so are Ray's workers
         )
 
 
