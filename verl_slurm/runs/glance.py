@@ -26,7 +26,17 @@ from verl_slurm.journal.files import read_last_events
 from verl_slurm.journal.history import History, Submission
 from verl_slurm.journal.pace import number
 from verl_slurm.journal.status import read_status
-from verl_slurm.runs.liveness import elsewhere, is_held, is_script_of, job_number, job_state, needed_change
+from verl_slurm.runs.liveness import (
+    HIDDEN,
+    elsewhere,
+    hides_jobs,
+    is_anothers,
+    is_held,
+    is_script_of,
+    job_number,
+    job_state,
+    needed_change,
+)
 from verl_slurm.runs.run_record import job_by_files, with_cluster
 from verl_slurm.slurm.facts import is_stopped, is_waiting
 from verl_slurm.slurm.slurm_client import SlurmClient
@@ -272,8 +282,13 @@ def _ask(runs: Iterable[Glance]) -> tuple[dict[Path, Seen], str]:
         states = asyncio.run(SlurmClient().states({os.stat(run.root).st_uid for run in at_slurm}))
     except SlurmMissing as error:
         return seen | {run.root: Seen(None) for run in at_slurm}, error.one_line()
-    # Slurm is asked for its name where a run has one to compare: a job number means nothing on another cluster.
-    here = _cluster_here() if any(run.job is not None and run.job.slurm for run in at_slurm) else ""
+    # Slurm is asked for its name where a run has one to compare: a job number means nothing on another cluster. And,
+    # where a run is another user's, whether it shows us his jobs.
+    asks = any(run.job is not None and run.job.slurm for run in at_slurm) or any(
+        is_anothers(run.root) for run in at_slurm
+    )
+    slurm_conf = _slurm_conf() if asks else {}
+    here = slurm_conf.get("ClusterName", "")
     for run in at_slurm:
         job = run.job
         assert job is not None
@@ -286,15 +301,18 @@ def _ask(runs: Iterable[Glance]) -> tuple[dict[Path, Seen], str]:
         # Its number may be another job's by now. What we queue has its script in RUN/logs.
         if job.queued_by_us and script and not is_script_of(run.root, script):
             state, reason = "", ""
+        if not state and hides_jobs(slurm_conf) and is_anothers(run.root):
+            seen[run.root] = Seen(None, detail=HIDDEN)
+            continue
         seen[run.root] = Seen(bool(state), state, reason)
     return seen, ""
 
 
-def _cluster_here() -> str:
+def _slurm_conf() -> dict[str, str]:
     try:
-        return asyncio.run(SlurmClient().cluster_name())
+        return asyncio.run(SlurmClient().config())
     except (SlurmMissing, NotFound):
-        return ""
+        return {}
 
 
 def state_of(run: Glance, seen: Seen | None) -> str:

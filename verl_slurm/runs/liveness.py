@@ -4,7 +4,7 @@ import asyncio
 import os
 import re
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -25,6 +25,8 @@ from verl_slurm.runs.run_record import last_job
 from verl_slurm.slurm.facts import JobFacts
 from verl_slurm.slurm.slurm_client import SlurmClient
 
+HIDDEN = "Slurm shows you no jobs of other users (PrivateData)"
+"""`JobState.detail` of a job that may live all the same."""
 ANOTHERS = "another job has its number"
 """`JobState.detail` of a job whose number is, on this cluster or by now, not the run's."""
 # Prefix of the job id of a lead that was started without submitit.
@@ -93,6 +95,8 @@ def job_state(paths: RunPaths, job: Submission) -> JobState:
     try:
         facts = asyncio.run(SlurmClient().job(number))
     except NotFound:
+        if is_anothers(paths.root) and hides_jobs(asyncio.run(SlurmClient().config())):
+            return JobState(state="UNKNOWN", over=False, detail=HIDDEN)
         # It forgets jobs that are over, after MinJobAge.
         return JobState(state="GONE", over=True, detail="Slurm has forgotten it")
     if not may_be_of(paths.root, facts, queued_by_us=job.queued_by_us):
@@ -111,6 +115,16 @@ def job_state(paths: RunPaths, job: Submission) -> JobState:
         starts=facts.start_time if waits else None,
         ends=facts.end_time if facts.is_running else None,
     )
+
+
+def is_anothers(root: Path) -> bool:
+    """Returns whether a run is of another user, whose jobs Slurm may keep from us: from all but root and operators."""
+    return os.geteuid() != 0 and os.geteuid() != os.stat(root).st_uid
+
+
+def hides_jobs(slurm_conf: Mapping[str, str]) -> bool:
+    """Returns whether Slurm shows each user his own jobs alone. Pure."""
+    return not {"jobs", "all"}.isdisjoint(slurm_conf.get("PrivateData", "").lower().split(","))
 
 
 def cluster_of_another(job: Submission) -> str:
