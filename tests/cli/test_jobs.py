@@ -338,6 +338,18 @@ def test_a_run_without_its_run_yaml_is_no_stranger_and_its_job_can_be_cancelled(
     assert asked.read_text().split()[-1] == "1"
 
 
+def test_an_interrupted_cancel_says_that_the_job_may_go_on(
+    cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = of_a_run(tmp_path, monkeypatch).root
+    (tmp_path / "bin" / "scancel").write_text(f"#!/bin/sh\nkill -INT {os.getpid()}\n")
+    result = cli("cancel", run)
+    assert result.code == ExitCode.INTERRUPTED
+    assert (
+        f"the job may go on; `verl-slurm status {run}` tells, `verl-slurm cancel {run}` ends it" in result.err
+    )
+
+
 @pytest.mark.parametrize("private", ["jobs,usage", "none"])
 def test_a_job_that_slurm_hides_from_a_colleague_is_not_called_over(
     private: str, cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

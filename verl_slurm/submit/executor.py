@@ -135,6 +135,7 @@ def _ask_child(command: list[str], environment: dict[str, str]) -> _Answer:
         except BaseException as error:
             # With its sbatch, which could queue the job after it has been looked for.
             os.killpg(child.pid, signal.SIGKILL)
+            child.wait()  # after a Ctrl-C, Popen does not
             if isinstance(error, subprocess.TimeoutExpired):
                 return _Answer(error=f"nothing in {_TIMEOUT_S:.0f} s")
             raise

@@ -1,5 +1,6 @@
 """`verl-slurm verify`, `inspect` and `fingerprint`: what checkpoints and data hold, and whether that is as it was."""
 
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -77,15 +78,17 @@ def verify(
     else:
         keys, missing = keys_at_hand(place, key_file) if scrub else (keys_for(place, key_file), "")
     bar = render.Bar(enabled=not as_json)
-    read, drifted = _read_back(
-        _checkpoints_of(place) if run is None else _committed(run),
-        run,
-        bar,
-        keys=keys,
-        set_aside=scrub and not dry_run,
-        bytes_per_s=rate and rate * 1e6,
-        with_data=not no_data,
-    )
+    aside = f"what was found damaged is set aside; `verl-slurm list {shell_word(place)}` shows it"
+    with nullcontext() if run is None or dry_run else render.told_if_interrupted(aside):
+        read, drifted = _read_back(
+            _checkpoints_of(place) if run is None else _committed(run),
+            run,
+            bar,
+            keys=keys,
+            set_aside=scrub and not dry_run,
+            bytes_per_s=rate and rate * 1e6,
+            with_data=not no_data,
+        )
     bar.close()
     everything = [row for rows in read.values() for row in rows]
     # Of all checkpoints together: one that is signed is enough to say that its signature was not asked.

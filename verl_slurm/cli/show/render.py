@@ -8,7 +8,8 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
@@ -81,6 +82,16 @@ def raw_line(text: bytes) -> None:
 def warning(text: object) -> None:
     # Paths of the installation are put in after `safe`: they are ours.
     print(f"verl-slurm: {with_places(safe(text))}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def told_if_interrupted(text: str) -> Iterator[None]:
+    """Says what an interrupted command leaves behind."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        warning(f"interrupted: {text}")
+        raise
 
 
 def json_value(value: object) -> None:
