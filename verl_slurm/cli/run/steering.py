@@ -1,5 +1,6 @@
 """`verl-slurm cancel`, `requeue` and `update-reward`: what a user asks of a run that goes on."""
 
+import os
 from pathlib import Path
 
 import click
@@ -88,7 +89,7 @@ def update_reward(place: Path, new: str, warm_start_steps: int, as_json: bool) -
     run = RUN.convert(_run_of(place.resolve()), None, None)
     refuse_guests(run)
     here = Path.cwd()
-    if ":" not in new and (here / Path(new).expanduser()).is_dir():
+    if ":" not in new and (here / os.path.expanduser(new)).is_dir():
         new = f"classifier:{new}"
     # The job runs elsewhere: a relative path would mean another file there.
     reward = absolute_reward(new, here)
