@@ -1,13 +1,17 @@
 """Following a file that grows."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.lines import follow_lines
 from tests.many_runs import make_run
-from verl_slurm.journal.events import Event
+from verl_slurm.journal.events import Event, Gone, Warned
+from verl_slurm.runs import follow
 from verl_slurm.runs.follow import follow_run
+from verl_slurm.runs.liveness import JobState
 
 
 def test_lines_come_as_they_are_finished(tmp_path: Path) -> None:
@@ -63,3 +67,30 @@ def test_an_error_of_who_is_told_is_not_taken_for_a_missing_journal(tmp_path: Pa
 
     with pytest.raises(FileNotFoundError, match="own file"):
         follow_run(paths, 0, told)
+
+
+def test_a_job_that_stands_until_somebody_acts_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = make_run(tmp_path / "a", job_id="1")
+    held, limit = (
+        JobState(state="PENDING", over=False, detail=f"{reason}; scontrol {way}", way_on=f"scontrol {way}")
+        for reason, way in (("JobHeldUser", "release 1"), ("PartitionTimeLimit", "update JobId=1"))
+    )
+    waits = JobState(state="PENDING", over=False, detail="Resources")
+    hidden = JobState(state="UNKNOWN", over=False, detail="Slurm shows you no jobs of other users")
+    over = JobState(state="CANCELLED", over=True)
+    answers, told = iter([waits, hidden, held, held, limit, waits, over]), list[Event]()
+
+    @contextmanager
+    def silent(*_: object) -> Iterator[Callable[[float], bool]]:
+        yield lambda patience_s: False
+
+    monkeypatch.setattr(follow, "watched", silent)
+    monkeypatch.setattr(follow, "job_state", lambda *_: next(answers))
+    follow_run(paths, paths.events.stat().st_size, told.append)
+    assert [event.text if isinstance(event, Warned) else type(event) for event in told] == [
+        "1 stands still: JobHeldUser; scontrol release 1",
+        "1 stands still: PartitionTimeLimit; scontrol update JobId=1",
+        Gone,
+    ]

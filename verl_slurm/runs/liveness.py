@@ -51,6 +51,8 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     waits: bool = False
     """It is in Slurm's queue: to be started, or held."""
     detail: str = ""
+    way_on: str = ""
+    """How a job goes on that stands until somebody acts; empty: it does not stand still. Also in `detail`."""
     starts: datetime | None = None
     """When Slurm expects a job that waits to start; None: it does not say."""
     ends: datetime | None = None
@@ -106,12 +108,13 @@ def job_state(paths: RunPaths, job: Submission) -> JobState:
             told = f"it is a run's at {script.parent.parent}, which is not here; if that is this run, move it back"
             return JobState(state="UNKNOWN", over=False, detail=told)
         return JobState(state="GONE", over=True, detail=ANOTHERS)
-    waits = facts.is_waiting
+    waits, remedy = facts.is_waiting, way_on(facts)
     return JobState(
         state=facts.state,
         over=facts.is_over,
         waits=waits,
-        detail="; ".join(filter(None, (facts.reason, facts.comment if waits else "", way_on(facts)))),
+        detail="; ".join(filter(None, (facts.reason, facts.comment if waits else "", remedy))),
+        way_on=remedy,
         starts=facts.start_time if waits else None,
         ends=facts.end_time if facts.is_running else None,
     )
