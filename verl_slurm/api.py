@@ -98,7 +98,7 @@ class Run:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, notes: Sequence[str] = ()) -> None:
-        self._paths = require_run(RunPaths(Path(path).resolve()))
+        self._paths = require_run(RunPaths(Path(os.path.realpath(path))))
         self.notes = tuple(notes)
 
     def __repr__(self) -> str:

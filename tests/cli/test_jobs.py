@@ -363,3 +363,39 @@ def test_a_run_without_its_run_yaml_is_no_stranger_and_its_job_can_be_cancelled(
     assert "run.yaml is gone" in cli("list", tmp_path).out
     assert cli("cancel", run.root).code == ExitCode.OK
     assert asked.read_text().split()[-1] == "1"
+
+
+def test_an_interrupted_cancel_says_that_the_job_may_go_on(
+    cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = of_a_run(tmp_path, monkeypatch).root
+    (tmp_path / "bin" / "scancel").write_text(f"#!/bin/sh\nkill -INT {os.getpid()}\n")
+    result = cli("cancel", run)
+    assert result.code == ExitCode.INTERRUPTED
+    assert (
+        f"the job may go on; `verl-slurm status {run}` tells, `verl-slurm cancel {run}` ends it" in result.err
+    )
+
+
+@pytest.mark.parametrize("private", ["jobs,usage", "none"])
+def test_a_job_that_slurm_hides_from_a_colleague_is_not_called_over(
+    private: str, cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = of_a_run(tmp_path, monkeypatch).root
+    (tmp_path / "bin" / "scontrol").write_text(
+        f"""#!/bin/sh
+        case "$*" in
+        *config*) echo 'PrivateData             = {private}';;
+        *) echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1;;
+        esac"""
+    )
+    monkeypatch.setattr(os, "geteuid", lambda: os.stat(run).st_uid + 1)
+    said, [listed] = cli("status", run).out, cli("list", tmp_path, "--json").json
+    if private == "none":
+        assert "the job is over (GONE)" in said
+        assert listed["state"] == "gone"
+        return
+    assert "UNKNOWN, Slurm shows you no jobs of other users (PrivateData)" in said
+    assert "over" not in said
+    assert listed["state"] == "running?"
+    assert "its owner can do it" in cli("cancel", run).err

@@ -1,5 +1,6 @@
 """Standard output that is closed, full or no longer read ends every command without a traceback."""
 
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from tests.lanes import with_variants
 from tests.many_runs import make_run
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.cli.main import COMMANDS
+from verl_slurm.journal.steps import append_step
+from verl_slurm.runtime_state.samples import Sample, append_samples
 
 pytestmark = [pytest.mark.scenario("USE19"), pytest.mark.slow]
 _AT_WORK = (
@@ -88,3 +91,42 @@ def test_a_standard_error_that_is_full_changes_no_exit_code(place: Path) -> None
     with open("/dev/full", "wb") as full:
         done = subprocess.run(argv, cwd=place, stderr=full, stdout=subprocess.PIPE, timeout=60, check=False)
     assert done.returncode == ExitCode.NOT_FOUND
+
+
+@pytest.mark.parametrize(
+    "locale",
+    [
+        {"PYTHONIOENCODING": "ascii"},
+        {"PYTHONIOENCODING": "iso8859-1"},
+        {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
+    ],
+    ids=["ascii", "latin", "C"],
+)
+def test_an_output_that_lacks_a_character_gets_its_escape(tmp_path: Path, locale: dict[str, str]) -> None:
+    paths = make_run(tmp_path / "run", "done", num_checkpoints=0)
+    append_step(paths, 1, {"step": 1.0, "reward": 0.25})
+    said = Sample(
+        sample_id=1, prompt="几", response="二 \U0001f600", answer="二", reward=1.0, response_tokens=1
+    )
+    append_samples(paths, 1, 1, 8, [said])
+    paths.logs.mkdir()
+    (paths.logs / "7_0_log.out").write_text("加载 é\n")
+
+    def told(*words: str) -> str:
+        argv = [sys.executable, "-m", "verl_slurm.cli", *words]
+        environment = {
+            name: text for name, text in os.environ.items() if not name.startswith(("LC_", "PYTHONU"))
+        }
+        done = subprocess.run(
+            argv, cwd=tmp_path, env=environment | locale, capture_output=True, timeout=60, check=False
+        )
+        assert (done.returncode, done.stderr) == (0, b""), done
+        return done.stdout.decode("latin-1")
+
+    assert "\n--------" in told("list", ".")
+    assert "\n--------" in told("status", "run")
+    assert "\\u4e8c \\U0001f600" in told("samples", "run")
+    assert "\\u52a0\\u8f7d" in told("logs", "run")
+    assert json.loads(told("samples", "run", "--json"))["response"] == said.response
+    assert json.loads(told("status", "run", "--json"))["step"]
+    assert told("--help")

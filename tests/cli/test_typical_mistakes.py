@@ -51,6 +51,36 @@ MISTAKES: dict[str, tuple[Make, tuple[str, ...], ExitCode, str]] = {
         CONFIG,
         r"config.yaml:2:1 (found character '\t' that cannot start any token)",
     ),
+    "a home of nobody": (
+        nothing,
+        ("run_dir=~nobody_here/runs/a",),
+        CONFIG,
+        "for this user: run_dir (found ~no",
+    ),
+    "a model of nobody": (
+        nothing,
+        ("model.path=~nobody_here/x",),
+        CONFIG,
+        "for this user: model.path (found ~no",
+    ),
+    "a reward of nobody": (
+        nothing,
+        ("model.reward=classifier:~nobody_here/x",),
+        CONFIG,
+        "no home directory is known for this user: model.reward",
+    ),
+    "a null character": (
+        yaml('run_dir: "a\\0b"\nmodel: {path: model, reward: "rule:arithmetic"}\ndata: {root: data}\n'),
+        (),
+        CONFIG,
+        "a null character in a path: run_dir",
+    ),
+    "a model in a circle": (
+        lambda place: (place / "circle").symlink_to("circle"),
+        ("model.path=circle/x",),
+        CONFIG,
+        "links that lead in a circle: model.path",
+    ),
     "no such model": (nothing, ("model.path=/nowhere",), DATA, "no such model directory: /nowhere"),
     "a name of the hub": (nothing, ("model.path=Qwen/Qwen2-0.5B",), DATA, "`hf download Qwen/Qwen2-0.5B"),
     "no tokenizer": (lambda p: (p / "model/tokenizer.json").unlink(), (), DATA, "has no tokenizer"),
@@ -239,3 +269,18 @@ def test_a_directory_that_is_gone_is_no_traceback(
     (tmp_path / "gone").rmdir()
     result = cli(*words)
     assert (result.code, "is gone; cd to" in result.error) == (ExitCode.NOT_FOUND, True)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("status", "a"), ("list", "a/b"), ("watch", "a"), ("serve", "a"), ("verify", "a"), ("submit", "a")],
+    ids=" ".join,
+)
+def test_links_in_a_circle_are_named(
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    result = cli(*words)
+    assert (result.code, f"lead in a circle: {words[1]}; " in result.error) == (ExitCode.NOT_FOUND, True)

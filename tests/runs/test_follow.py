@@ -1,5 +1,7 @@
 """Following a file that grows."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -9,9 +11,11 @@ from tests.many_runs import make_run
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.journal.events import Ended, Event, Started, Submitted
+from verl_slurm.journal.events import Ended, Event, Gone, Started, Submitted, Warned
 from verl_slurm.journal.files import append_event
+from verl_slurm.runs import follow
 from verl_slurm.runs.follow import follow_run
+from verl_slurm.runs.liveness import JobState
 
 
 def test_lines_come_as_they_are_finished(tmp_path: Path) -> None:
@@ -79,3 +83,30 @@ def test_a_job_that_ends_before_submit_says_its_word_has_ended_with_its_own_code
         append_event(paths, event)
     assert follow_run(paths, 0, told.append) == ExitCode.OK
     assert [type(event).__name__ for event in told] == ["Started", "Ended", "Submitted"]
+
+
+def test_a_job_that_stands_until_somebody_acts_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = make_run(tmp_path / "a", job_id="1")
+    held, limit = (
+        JobState(state="PENDING", over=False, detail=f"{reason}; scontrol {way}", way_on=f"scontrol {way}")
+        for reason, way in (("JobHeldUser", "release 1"), ("PartitionTimeLimit", "update JobId=1"))
+    )
+    waits = JobState(state="PENDING", over=False, detail="Resources")
+    hidden = JobState(state="UNKNOWN", over=False, detail="Slurm shows you no jobs of other users")
+    over = JobState(state="CANCELLED", over=True)
+    answers, told = iter([waits, hidden, held, held, limit, waits, over]), list[Event]()
+
+    @contextmanager
+    def silent(*_: object) -> Iterator[Callable[[float], bool]]:
+        yield lambda patience_s: False
+
+    monkeypatch.setattr(follow, "watched", silent)
+    monkeypatch.setattr(follow, "job_state", lambda *_: next(answers))
+    follow_run(paths, paths.events.stat().st_size, told.append)
+    assert [event.text if isinstance(event, Warned) else type(event) for event in told] == [
+        "1 stands still: JobHeldUser; scontrol release 1",
+        "1 stands still: PartitionTimeLimit; scontrol update JobId=1",
+        Gone,
+    ]

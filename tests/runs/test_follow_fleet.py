@@ -128,6 +128,16 @@ def test_who_is_gone_is_asked_for_and_told_though_others_are_never_silent(
     assert watch.runs[a.root].state == ("gone" if last == "killed" else "cancelled")
 
 
+def test_a_run_whose_job_is_held_is_told_once(
+    tmp_path: Path, alive: dict[int, tuple[str, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = (make_run(tmp_path / name, job_id=number) for name, number in (("a", "1"), ("b", "2")))
+    monkeypatch.setattr(fleet_follow, "_ASK_S", 0.0)  # a minute each
+    alive[1] = ("PENDING", "JobHeldUser", "")
+    _, told, _ = follow(tmp_path, lambda: None, lambda: None, end(b), end(a))
+    assert told == [("a", "warning"), ("b", "ended"), ("a", "ended")]
+
+
 def test_a_run_whose_directory_is_removed_is_not_waited_for(tmp_path: Path, alive: object) -> None:
     a, b = (make_run(tmp_path / name, job_id=number) for name, number in (("a", "1"), ("b", "2")))
 

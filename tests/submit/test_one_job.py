@@ -23,6 +23,7 @@ from verl_slurm.runs.requests import cancel_run
 from verl_slurm.runs.run_record import last_job
 from verl_slurm.slurm.runner import telling
 from verl_slurm.slurm.slurm_client import SlurmClient
+from verl_slurm.submit import submission
 from verl_slurm.submit.checks.slurm_answers import judge_script
 from verl_slurm.submit.executor import MayBeQueued
 from verl_slurm.submit.submission import carry_out, plan_submission
@@ -274,3 +275,23 @@ def test_a_slurm_that_does_not_answer_is_no_leave_to_queue(slurm: Slurm) -> None
     with pytest.raises(SlurmMissing):
         carry_out(slurm.plan())
     assert slurm.times_sent == 0
+
+
+@pytest.mark.parametrize("asked", [True, False], ids=["while sbatch works", "before"])
+def test_an_interrupted_submit_says_whether_a_job_may_be_queued(
+    slurm: Slurm, asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm.answer = f"kill -INT {os.getpid()}; exec sleep 60"
+    plan, said = slurm.plan(), list[str]()
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if not asked:
+        monkeypatch.setattr(submission, "keep_code", interrupted)
+    with telling(said.append), pytest.raises(KeyboardInterrupt):
+        carry_out(plan)
+    run = slurm.run.root
+    assert run.exists() is asked
+    look = f"`verl-slurm status {run}` tells, `verl-slurm cancel {run}` ends it"
+    assert said == [f"interrupted while the job was submitted: it may be queued; {look}"] * asked

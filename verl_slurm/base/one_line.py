@@ -43,7 +43,7 @@ def shell_word(path: "str | os.PathLike[str]") -> str:
     return shlex.quote(os.fspath(path))
 
 
-def json_line(value: object) -> bytes:
+def json_line(value: object, *, ascii_only: bool = False) -> bytes:
     """Returns one JSON value on one line by every reader's definition of a line; decoding gives the same value."""
     import msgspec  # errors import this module, and `--help` avoids msgspec
 
@@ -56,7 +56,9 @@ def json_line(value: object) -> bytes:
     if data.isascii() and b"\x7f" not in data:
         return data
     # After the encoding: outside strings JSON has none of these characters, so each one stands in a string.
-    return "".join(c if c.isprintable() else _u(c) for c in data.decode()).encode()
+    return "".join(
+        c if c.isprintable() and not (ascii_only and c > "~") else _u(c) for c in data.decode()
+    ).encode()
 
 
 def _without_surrogates(value: Any) -> Any:

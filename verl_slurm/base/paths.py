@@ -36,12 +36,25 @@ RUN/                        0700
 ```
 """
 
+import errno
+import os
 import re
 from pathlib import Path
 
 # step_000012: after 12 whole steps. step_000012_sp0007: 7 safe points into the step after those. A full match excludes
 # `step_000012.tmp` and `.step_000012.x.tmp`.
 CHECKPOINT_NAME = re.compile(r"step_(\d{6,})(?:_sp(\d{4,}))?", re.ASCII)
+
+
+def is_circle(path: "str | os.PathLike[str]") -> bool:
+    """Returns whether links on a path lead in a circle: `Path.resolve` of Python 3.11 ends in a RuntimeError there."""
+    try:
+        os.stat(path)
+    except OSError as error:
+        return error.errno == errno.ELOOP
+    except ValueError:  # a null character: what opens it says so
+        return False
+    return False
 
 
 class RunPaths:

@@ -8,7 +8,8 @@ Standard streams that are closed, full or no longer read are replaced: each has 
 | its reader left (`head`)  | the command ends in silence with 141, as a program that SIGPIPE ends     |
 | full (`> /dev/full`)      | one line on standard error, exit code 33                                |
 
-Errors of writing to standard error are ignored: there is no other stream to report them on.
+Errors of writing to standard error are ignored: there is no other stream to report them on. A character that the
+encoding of a stream lacks is printed as Python's escape, on both.
 """
 
 # ruff: noqa: E402 - nothing is imported before the search path is known to be safe
@@ -29,7 +30,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from verl_slurm.base.errors import NotFound, OutputRefused, PermissionRefused, VerlSlurmError
+from verl_slurm.base.errors import ConfigError, NotFound, OutputRefused, PermissionRefused, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.packages import PackageMissing
 
@@ -153,6 +154,17 @@ def _run(words: list[str]) -> int:
             remedy="check the owner and the mode of that path" if denied else "see what lies there",
         )
         return _report(refused, words)
+    except UnicodeEncodeError as error:
+        # With UTF-8 it is a bug of ours.
+        if sys.getfilesystemencoding() == "utf-8":
+            raise
+        lacking = ConfigError(
+            "this locale's encoding has no such character",
+            where=error.object,
+            found=f"{error.object[error.start : error.end]}, and {error.encoding}",
+            remedy="export LC_ALL=C.UTF-8, and try again",
+        )
+        return _report(lacking, words)
     except ModuleNotFoundError as error:
         missing = PackageMissing.for_module(error.name or "")
         if missing is None:
@@ -218,10 +230,15 @@ def _discard_output() -> None:
 
 
 def _text(raw: io.FileIO, before: io.TextIOWrapper | None) -> io.TextIOWrapper:
+    errors = before.errors if before is not None else "backslashreplace"
+    # "surrogateescape": Python's choice for the C locale, as strict as "strict" towards other characters. A choice of
+    # the user's (PYTHONIOENCODING=ascii:replace) stays.
+    if errors in ("strict", "surrogateescape"):
+        errors = "backslashreplace"
     return io.TextIOWrapper(
         io.BufferedWriter(raw),
         encoding=before.encoding if before is not None else "utf-8",
-        errors=before.errors if before is not None else "backslashreplace",
+        errors=errors,
         line_buffering=True,
     )
 

@@ -14,7 +14,7 @@ from click.shell_completion import BashComplete, CompletionItem, add_completion_
 
 from verl_slurm.base.errors import NotFound, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.paths import RunPaths, is_circle
 from verl_slurm.base.shipped import example, examples
 
 _MOST_OFFERED = 200
@@ -36,6 +36,13 @@ else:
             return cls
 
 
+def refuse_circle(path: "str | os.PathLike[str]") -> None:
+    """Raises NotFound for links that lead in a circle."""
+    if is_circle(path):
+        remedy = "remove one of them: ls -l shows where each leads"
+        raise NotFound("links that lead in a circle", where=path, remedy=remedy)
+
+
 class _RunType(ParamType[RunPaths]):
     """A run directory. With `damaged`, one without run.yaml will do, if another file of a run is left."""
 
@@ -51,6 +58,7 @@ class _RunType(ParamType[RunPaths]):
             self.fail("an empty word is no run.", param, ctx)
         from verl_slurm.runs.run_record import require_run, require_traces
 
+        refuse_circle(value)
         require, paths = require_traces if self._damaged else require_run, RunPaths(Path(value).resolve())
         try:
             return require(paths)
@@ -86,6 +94,7 @@ class _ConfigType(ParamType[Path]):
             return value
         if not value:
             self.fail("an empty word is no configuration.", param, ctx)
+        refuse_circle(value)
         shipped = example(value)
         if shipped is not None and os.path.lexists(value) and not (ctx and ctx.resilient_parsing):
             # Without this line, a user who has a run of that name would be surprised.
@@ -152,8 +161,21 @@ KEY = _KeyType(with_value=False)
 KEY_VALUE = _KeyType(with_value=True)
 RUN = _RunType()
 DAMAGED_RUN = _RunType(damaged=True)
-# click's own check of permissions would end with a usage error; ours names the cause, with its own exit code.
-PLACE = click.Path(path_type=Path, readable=False)
+
+
+class _PlaceType(click.Path):
+    """A file or directory, which need not exist."""
+
+    def __init__(self) -> None:
+        # click's own check of permissions would end with a usage error; ours names the cause, with its own exit code.
+        super().__init__(path_type=Path, readable=False)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        refuse_circle(value)
+        return super().convert(value, param, ctx)
+
+
+PLACE = _PlaceType()
 
 
 class Whole(click.IntRange):

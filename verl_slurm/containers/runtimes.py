@@ -221,7 +221,7 @@ def _of_guest(config: RunConfig) -> list[str]:
     if config.trainer.backend == "verl":
         said = user_settings(config.verl)
         inputs = inputs_of(config.trainer.entry, said_settings(said), said)
-        return [str(Path(one.place).expanduser()) for one in inputs if not is_remote(one.place)]
+        return [str(Path(os.path.expanduser(one.place))) for one in inputs if not is_remote(one.place)]
     program = config.trainer.command[:1]
     return [config.data.root, *(str(Path(word).parent) for word in program if word.startswith("/"))]
 

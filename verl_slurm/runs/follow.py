@@ -24,6 +24,7 @@ from verl_slurm.base.bounded import TooMuch, open_regular
 from verl_slurm.base.errors import SlurmMissing
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.kernel_facts import is_remote
+from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import is_run
 from verl_slurm.journal import events as ev
@@ -110,7 +111,8 @@ def follow_run(
     """Hands every event after byte `offset` to `on_event` until the run has ended, over all its requeues.
 
     Args:
-        on_event: gets each event. The last one may be ours: `gone`, for a job that ended without a word.
+        on_event: gets each event. Two are ours: `gone`, the last one, for a job that ended without a word; and a
+            warning, once, of a job that stands until somebody acts.
         on_status: gets the content of status.json whenever it has changed.
 
     Returns:
@@ -118,7 +120,7 @@ def follow_run(
     """
     # An end that another submission follows in the journal is reported, and is not the run's.
     run = Followed(root=paths.root, state="", alive=True, offset=offset)
-    patience_s, code = _SILENCE_S[last_job(paths).cluster], ExitCode.OK
+    patience_s, code, stands = _SILENCE_S[last_job(paths).cluster], ExitCode.OK, ""
 
     def tell(_: Followed, event: ev.Event) -> None:
         nonlocal patience_s, code
@@ -158,13 +160,17 @@ def follow_run(
             if state.over:
                 on_event(ev.Gone(state.state, job_id=job.job_id))
                 return state.exit_code
+            # Its journal never tells: the job has no lead, or one that was stopped.
+            if state.way_on and state.detail != stands:
+                on_event(ev.Warned("job", f"{job.job_id} stands still: {state.detail}", time=now()))
+            stands = state.detail if state.way_on else ""
 
 
 class FleetWatch:
     """Follows the runs in, or below, some directories.
 
     Args:
-        on_event: gets each event with its run as it is written; also our own, `gone`, as in `follow_run`.
+        on_event: gets each event with its run as it is written; also our own two, as in `follow_run`.
         on_glance: gets what was read of a run whenever one is: when it is found, and when it is asked about.
     """
 
@@ -255,25 +261,31 @@ class FleetWatch:
         return int(run.state != before)
 
     def ask(self) -> int:
-        """Asks whether the silent runs still live; returns how many do not."""
+        """Asks whether the silent runs still live; returns how many do not, or stand until somebody acts."""
         self._asked = time.monotonic()
         glances: list[Glance] = [glance(run.root) for run in self.runs.values() if run.alive]
         seen, self.problem = ask_for(glances)
-        gone = 0
+        news = 0
         for one in glances:
             run, answer = self.runs[one.root], seen.get(one.root)
-            run.state = state_of(one, answer)
+            before, run.state = run.state, state_of(one, answer)
             # A run that lives has a job, so its directory was removed or closed meanwhile.
             if one.job is None:
                 run.state, run.alive = one.error or "removed", False
             elif run.state in ("gone", "cancelled") and not is_over(one):
-                gone += 1
+                news += 1
                 # A lead that leaves by itself writes down its end: this one was killed, or never came to start.
                 run.alive = False
                 run.exit_code = int(ExitCode.CRASHED if run.state == "gone" else ExitCode.CANCELLED)
                 self._on_event(run, ev.Gone(run.state, job_id=one.job.job_id))
+            elif answer is not None and run.state in ("held", "suspended") and run.state != before:
+                # Its journal never tells.
+                why = f"{run.state}: {answer.detail or answer.state}"
+                text = f"{one.job.job_id} is {why}; `verl-slurm status {shell_word(run.root)}` has the way on"
+                self._on_event(run, ev.Warned("job", text, time=now()))
+                news += 1
             self._on_glance(run, one)
-        return gone
+        return news
 
 
 def state_after(event: ev.Event, state: str) -> str:

@@ -28,7 +28,10 @@ from verl_slurm.journal.history import History, Submission
 from verl_slurm.journal.pace import number
 from verl_slurm.journal.status import read_status
 from verl_slurm.runs.liveness import (
+    HIDDEN,
     elsewhere,
+    hides_jobs,
+    is_anothers,
     is_held,
     is_script_of,
     job_number,
@@ -282,8 +285,13 @@ def _ask(runs: Iterable[Glance]) -> tuple[dict[Path, Seen], str]:
         states = asyncio.run(SlurmClient().states({os.stat(run.root).st_uid for run in at_slurm}))
     except SlurmMissing as error:
         return seen | {run.root: Seen(None) for run in at_slurm}, error.one_line()
-    # Slurm is asked for its name where a run has one to compare: a job number means nothing on another cluster.
-    here = _cluster_here() if any(run.job is not None and run.job.slurm for run in at_slurm) else ""
+    # Slurm is asked for its name where a run has one to compare: a job number means nothing on another cluster. And,
+    # where a run is another user's, whether it shows us his jobs.
+    asks = any(run.job is not None and run.job.slurm for run in at_slurm) or any(
+        is_anothers(run.root) for run in at_slurm
+    )
+    slurm_conf = _slurm_conf() if asks else {}
+    here = slurm_conf.get("ClusterName", "")
     named = {run.job.job_id for run in at_slurm if run.job is not None}
     unnamed = {number: facts for number, facts in states.items() if str(number) not in named}
     for run in at_slurm:
@@ -300,6 +308,9 @@ def _ask(runs: Iterable[Glance]) -> tuple[dict[Path, Seen], str]:
         # Its number may be another job's by now. What we queue has its script in RUN/logs.
         if job.queued_by_us and script and not is_script_of(run.root, script):
             state, reason = "", ""
+        if not state and hides_jobs(slurm_conf) and is_anothers(run.root):
+            seen[run.root] = Seen(None, detail=HIDDEN)
+            continue
         seen[run.root] = Seen(bool(state), state, reason)
     return seen, ""
 
@@ -311,11 +322,11 @@ def _unnamed(root: Path, states: Mapping[int, tuple[str, str, str, str]]) -> See
     return Seen(bool(state), state, reason)
 
 
-def _cluster_here() -> str:
+def _slurm_conf() -> dict[str, str]:
     try:
-        return asyncio.run(SlurmClient().cluster_name())
+        return asyncio.run(SlurmClient().config())
     except (SlurmMissing, NotFound):
-        return ""
+        return {}
 
 
 def state_of(run: Glance, seen: Seen | None) -> str:

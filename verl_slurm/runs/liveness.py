@@ -4,7 +4,7 @@ import asyncio
 import os
 import re
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -25,6 +25,8 @@ from verl_slurm.runs.run_record import last_job
 from verl_slurm.slurm.facts import JobFacts
 from verl_slurm.slurm.slurm_client import SlurmClient
 
+HIDDEN = "Slurm shows you no jobs of other users (PrivateData)"
+"""`JobState.detail` of a job that may live all the same."""
 ANOTHERS = "another job has its number"
 """`JobState.detail` of a job whose number is, on this cluster or by now, not the run's."""
 # Prefix of the job id of a lead that was started without submitit.
@@ -49,6 +51,8 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     waits: bool = False
     """It is in Slurm's queue: to be started, or held."""
     detail: str = ""
+    way_on: str = ""
+    """How a job goes on that stands until somebody acts; empty: it does not stand still. Also in `detail`."""
     starts: datetime | None = None
     """When Slurm expects a job that waits to start; None: it does not say."""
     ends: datetime | None = None
@@ -100,6 +104,8 @@ def job_state(paths: RunPaths, job: Submission) -> JobState:
     try:
         facts = asyncio.run(SlurmClient().job(number))
     except NotFound:
+        if is_anothers(paths.root) and hides_jobs(asyncio.run(SlurmClient().config())):
+            return JobState(state="UNKNOWN", over=False, detail=HIDDEN)
         # It forgets jobs that are over, after MinJobAge.
         return JobState(state="GONE", over=True, detail="Slurm has forgotten it")
     if not may_be_of(paths.root, facts, queued_by_us=job.queued_by_us):
@@ -109,15 +115,26 @@ def job_state(paths: RunPaths, job: Submission) -> JobState:
             told = f"it is a run's at {script.parent.parent}, which is not here; if that is this run, move it back"
             return JobState(state="UNKNOWN", over=False, detail=told)
         return JobState(state="GONE", over=True, detail=ANOTHERS)
-    waits = facts.is_waiting
+    waits, remedy = facts.is_waiting, way_on(facts)
     return JobState(
         state=facts.state,
         over=facts.is_over,
         waits=waits,
-        detail="; ".join(filter(None, (facts.reason, facts.comment if waits else "", way_on(facts)))),
+        detail="; ".join(filter(None, (facts.reason, facts.comment if waits else "", remedy))),
+        way_on=remedy,
         starts=facts.start_time if waits else None,
         ends=facts.end_time if facts.is_running else None,
     )
+
+
+def is_anothers(root: Path) -> bool:
+    """Returns whether a run is of another user, whose jobs Slurm may keep from us: from all but root and operators."""
+    return os.geteuid() != 0 and os.geteuid() != os.stat(root).st_uid
+
+
+def hides_jobs(slurm_conf: Mapping[str, str]) -> bool:
+    """Returns whether Slurm shows each user his own jobs alone. Pure."""
+    return not {"jobs", "all"}.isdisjoint(slurm_conf.get("PrivateData", "").lower().split(","))
 
 
 def cluster_of_another(job: Submission) -> str:

@@ -15,7 +15,7 @@ from verl_slurm.journal.events import CancelAsked, Ended, RequeueAsked
 from verl_slurm.journal.files import append_event, read_history
 from verl_slurm.journal.history import Submission
 from verl_slurm.runs.glance import glance
-from verl_slurm.runs.liveness import ANOTHERS, job_state, leads, runs_here, unknown_jobs, way_on
+from verl_slurm.runs.liveness import ANOTHERS, HIDDEN, job_state, leads, runs_here, unknown_jobs, way_on
 from verl_slurm.runs.run_record import last_job
 from verl_slurm.slurm.facts import JobFacts
 from verl_slurm.slurm.requeue_rules import RequeueOutcome
@@ -172,7 +172,7 @@ def _require_living(run: RunPaths, by_hand: str) -> str:
             "the run's job cannot be reached from here",
             where=run.root,
             found=f"job {job.job_id}, {state.detail}",
-            remedy="run the same command there",
+            remedy="its owner can do it" if state.detail == HIDDEN else "run the same command there",
         )
     if not state.over or state.detail == ANOTHERS:
         _require_own(run, job, by_hand)

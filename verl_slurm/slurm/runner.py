@@ -34,12 +34,20 @@ _TELL: ContextVar[Callable[[str], None] | None] = ContextVar("who is told of wai
 
 @contextmanager
 def telling(tell: Callable[[str], None]) -> Iterator[None]:
-    """Has `tell` called with a line, from another thread, for each command below that Slurm leaves unanswered."""
+    """Has `tell` called with a line, from another thread, for each command below that Slurm leaves unanswered, and
+    with those of `tell_user`.
+    """
     token = _TELL.set(tell)
     try:
         yield
     finally:
         _TELL.reset(token)
+
+
+def tell_user(text: str) -> None:
+    """Hands a line to whoever is told of waiting."""
+    if (tell := _TELL.get()) is not None:
+        tell(text)
 
 
 @contextmanager

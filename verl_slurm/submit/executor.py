@@ -136,6 +136,7 @@ def _ask_child(command: list[str], environment: dict[str, str]) -> _Answer:
         except BaseException as error:
             # With its sbatch, which could queue the job after it has been looked for.
             os.killpg(child.pid, signal.SIGKILL)
+            child.wait()  # after a Ctrl-C, Popen does not
             if isinstance(error, subprocess.TimeoutExpired):
                 return _Answer(error=f"nothing in {_TIMEOUT_S:.0f} s")
             raise
@@ -192,7 +193,8 @@ def _slurm_executor(config: RunConfig, paths: RunPaths, after: str = "", avoids:
         def _submit_command(self, command: str) -> Any:
             # submitit's own drops what sbatch says beside its answer, and takes the first `job N` for the number.
             script = paths.logs / f".submission_file_{uuid.uuid4().hex}.sh"
-            script.write_text(self._make_submission_file_text(command, ""))
+            # As paths are encoded: RUN may have a name that this locale's encoding lacks.
+            script.write_bytes(os.fsencode(self._make_submission_file_text(command, "")))
             number, self.notes = _sbatch(script)
             job = self.job_class(folder=self.folder, job_id=number, tasks=list(range(self._num_tasks())))
             job.paths.move_temporary_file(script, "submission_file", keep_as_symlink=True)

@@ -18,7 +18,7 @@ import msgspec
 
 from verl_slurm.base.bounded import SMALL, TooMuch, read_regular
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.base.paths import CHECKPOINT_NAME
+from verl_slurm.base.paths import CHECKPOINT_NAME, is_circle
 from verl_slurm.config.reward_spec import parse_reward
 from verl_slurm.config.schema import BUILTIN, HOOKS, RunConfig, ServiceConfig
 from verl_slurm.program.programs import file_of_verl
@@ -31,6 +31,30 @@ def given_keys(overrides: Iterable[str], verl: Iterable[str] = ()) -> frozenset[
     """Returns the dotted keys that words of the command line set."""
     own = {word.partition("=")[0] for word in overrides}
     return frozenset(own | {f"verl.{word.partition('=')[0].lstrip('+')}" for word in verl})
+
+
+def expanded(key: str, text: str) -> Path:
+    """Returns a path with `~` replaced. ConfigError: no home is known, or no path has such a character."""
+    if "\0" in text:
+        raise ConfigError("a null character in a path", where=key, found=text, remedy="write it without")
+    path = os.path.expanduser(text)
+    if path.startswith("~"):
+        raise ConfigError(
+            "no home directory is known for this user",
+            where=key,
+            found=text,
+            remedy="write the path out; ./~NAME is a file of this name",
+        )
+    return Path(path)
+
+
+def _input(key: str, path: Path) -> str:
+    """Returns the absolute path of an input. ConfigError: links on it lead in a circle."""
+    full = os.path.abspath(path)
+    if is_circle(full):
+        remedy = "ls -l shows where each leads"
+        raise ConfigError("links that lead in a circle", where=key, found=full, remedy=remedy)
+    return full
 
 
 class Places:
@@ -51,17 +75,17 @@ class Places:
 
     def output(self, text: str) -> str:
         """Resolves `run_dir`."""
-        return os.path.abspath(self._caller / Path(text).expanduser())
+        return os.path.abspath(self._caller / expanded("run_dir", text))
 
     def run_beside(self, run_dir: str) -> str:
         """Returns the run that is beside the YAML, if this one is to be new because the caller is elsewhere."""
-        there = os.path.abspath(self._beside / Path(run_dir).expanduser())
+        there = os.path.abspath(self._beside / expanded("run_dir", run_dir))
         is_other = not self.is_given("run_dir") and there != self.output(run_dir)
         return there if is_other and os.path.lexists(os.path.join(there, "run.yaml")) else ""
 
     def path(self, key: str, text: str) -> str:
-        """Returns the absolute path of an input. ConfigError: there is another one in the working directory."""
-        return os.path.abspath(self._base(key, text) / Path(text).expanduser())
+        """Returns the absolute path of an input. ConfigError: it means two files, or none can be reached by it."""
+        return _input(key, self._base(key, text) / expanded(key, text))
 
     def base_of_reward(self, text: str) -> Path:
         """Returns the directory that a reward's file or model is relative to."""
@@ -70,7 +94,7 @@ class Places:
         return self._base("model.reward", spec.name) if spec is not None and named else self._caller
 
     def _base(self, key: str, text: str) -> Path:
-        path = Path(text).expanduser()
+        path = expanded(key, text)
         # Nothing to decide: what the path is joined with has no influence, or both directories are one.
         if path.is_absolute() or self.is_given(key) or self._beside == self._caller:
             return self._caller
@@ -217,6 +241,8 @@ def _absolute_of_verl(config: RunConfig, places: Places) -> dict[str, Any]:
 
 
 def _if_there(key: str, value: Any, places: Places) -> Any:
+    if isinstance(value, str) and value.startswith("~"):
+        expanded(key, value)  # verl would look for it in the hub
     # A `$` is a reference of Hydra's, and `[` begins a list in its grammar: neither is a path.
     relative = isinstance(value, str) and value and not value.startswith(("/", "~", "[")) and "$" not in value
     if not relative:
@@ -231,7 +257,7 @@ def absolute_reward(text: str, base: Path) -> str:
     spec = parse_reward(text)
     if spec is None or not (spec.kind == "classifier" or spec.is_file):
         return text
-    return str(spec._replace(name=os.path.abspath(base / Path(spec.name).expanduser())))
+    return str(spec._replace(name=_input("model.reward", base / expanded("model.reward", spec.name))))
 
 
 def find_python(text: str, places: Places) -> str:

@@ -10,6 +10,7 @@ import msgspec
 
 from verl_slurm.base.errors import ConfigError, DatasetDrift, Fenced, NotFound, together
 from verl_slurm.base.files import open_to_group, private_dir
+from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.run_id import run_id
 from verl_slurm.checkpoint.store.lost import data_digest
@@ -22,6 +23,7 @@ from verl_slurm.journal import events as ev
 from verl_slurm.journal.files import append_event
 from verl_slurm.runs.liveness import refuse_living
 from verl_slurm.runs.run_record import has_begun, require_run
+from verl_slurm.slurm.runner import tell_user
 from verl_slurm.submit import undoing
 from verl_slurm.submit.check_list import CHECKS, Draft, changed_keys, source_note, unexpanded
 from verl_slurm.submit.checks.code_trees import CodeChoice, TreesRead, keep_code
@@ -157,8 +159,14 @@ def carry_out(
             if not prepare_only:
                 try:
                     job_id, words = submit_job(msgspec.structs.replace(plan, config=config), after)
-                except (MayBeQueued, KeyboardInterrupt):
+                except (MayBeQueued, KeyboardInterrupt) as error:
                     undo.pop_all()  # a job may exist, and needs what was made
+                    if isinstance(error, KeyboardInterrupt):
+                        look = (
+                            f"`verl-slurm status {shell_word(paths.root)}` tells, "
+                            f"`verl-slurm cancel {shell_word(paths.root)}` ends it"
+                        )
+                        tell_user(f"interrupted while the job was submitted: it may be queued; {look}")
                     raise
                 notices += [note for note in words if note not in plan.notes]
             undo.pop_all()  # a job exists: from here on nothing is undone

@@ -4,6 +4,7 @@ The settings are verl's whole configuration as Hydra composes it (`composing.py`
 user's own settings alone (`said_settings`).
 """
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -93,7 +94,7 @@ def data_of(config: RunConfig) -> DataPlace | None:
         return root
     said, _ = judged(config.verl)
     named = inputs_of(config.trainer.entry, said_settings(said), said)
-    places = {str(Path(one.place).expanduser()) for one in named if one.kind == "data"}
+    places = {str(Path(os.path.expanduser(one.place))) for one in named if one.kind == "data"}
     return tuple(sorted(place for place in places if place.startswith("/"))) or None
 
 

@@ -82,7 +82,9 @@ def restore_newest(paths: RunPaths, only: str = "") -> None:
     something else.
     """
     words = [*_command("restore", paths), *(("--name", only) if only else ())]
-    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False
+    )
     if done.returncode:
         found = done.stderr.strip()[-500:]
         # The child limits its own time, by the bytes that it expects, and is ended by its alarm.

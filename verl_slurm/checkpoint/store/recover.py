@@ -138,7 +138,7 @@ def _auto(paths: RunPaths, move_damaged: bool, verifier: Callable[[Path], Verdic
 def _explicit(paths: RunPaths, resume_from: str, verifier: Callable[[Path], Verdict]) -> ResumeChoice:
     named = checkpoint_order(resume_from) is not None
     # A name is one of this run's, and a relative path the user's: `step_000012` in the working directory is not meant.
-    path = paths.checkpoints / resume_from if named else Path(resume_from).expanduser().resolve()
+    path = paths.checkpoints / resume_from if named else Path(os.path.expanduser(resume_from)).resolve()
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):

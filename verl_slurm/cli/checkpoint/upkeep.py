@@ -79,7 +79,10 @@ def prune(
         verifier=lambda path: verify(path, keys=keys),
     )
     # The very plan that is printed: what was read is not read a second time, nor judged anew.
-    removed = [] if dry_run else carry_out(run, found)
+    with render.told_if_interrupted(
+        f"a part is removed; `verl-slurm list {shell_word(run.root)}` shows what is left"
+    ):
+        removed = [] if dry_run else carry_out(run, found)
     going = [*(item.name for item in found.plan.drop), *found.quarantined]
     # What is gone may be less than what was planned: a run may prune beside us.
     gone = going if dry_run else removed

@@ -1,6 +1,6 @@
 """`verl-slurm verify`, `inspect` and `fingerprint`: what checkpoints and data hold, and whether that is as it was."""
 
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,15 +80,17 @@ def verify(
     else:
         keys, missing = keys_at_hand(place, key_file) if scrub else (keys_for(place, key_file), "")
     bar = render.Bar(enabled=not as_json)
-    read = _read_back(
-        _checkpoints_of(place) if run is None else _checkpoints_of_run(run, partial=True),
-        run,
-        bar,
-        keys=keys,
-        set_aside=scrub and not dry_run,
-        bytes_per_s=rate and rate * 1e6,
-        as_json=as_json,
-    )
+    aside = f"what was found damaged is set aside; `verl-slurm list {shell_word(place)}` shows it"
+    with nullcontext() if run is None or dry_run else render.told_if_interrupted(aside):
+        read = _read_back(
+            _checkpoints_of(place) if run is None else _checkpoints_of_run(run, partial=True),
+            run,
+            bar,
+            keys=keys,
+            set_aside=scrub and not dry_run,
+            bytes_per_s=rate and rate * 1e6,
+            as_json=as_json,
+        )
     bar.close()
     lost = lost_newer(RunPaths(place)) if (place / "run.yaml").is_file() else ()
     everything = [row for rows in read.values() for row in rows]

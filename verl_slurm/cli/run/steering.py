@@ -1,5 +1,6 @@
 """`verl-slurm cancel`, `requeue` and `update-reward`: what a user asks of a run that goes on."""
 
+import os
 from pathlib import Path
 
 import click
@@ -27,7 +28,11 @@ def cancel(run: RunPaths, as_json: bool) -> None:
     It is `scancel`: the daemon has Slurm's KillWait to save, and never requeues a job that its user cancelled.
     `verl-slurm submit RUN` starts it again, from the newest checkpoint that verifies.
     """
-    with telling(render.warning):
+    unknown = (
+        f"the job may go on; `verl-slurm status {shell_word(run.root)}` tells, "
+        f"`verl-slurm cancel {shell_word(run.root)}` ends it"
+    )
+    with telling(render.warning), render.told_if_interrupted(unknown):
         job_id = cancel_run(run)
     value = {"run_dir": str(run.root), "job_id": job_id, "result": "cancelled"}
     render.answer(value, f"job {job_id} is being cancelled; it will not be requeued", as_json=as_json)
@@ -44,7 +49,8 @@ def requeue(run: RunPaths, at_once: bool, as_json: bool) -> None:
     status RUN` says so. With --now it is `scontrol requeue`, for a daemon that does not answer: the ranks are ended
     after Slurm's KillWait, saved or not. A job that is over is started again by `verl-slurm submit RUN`.
     """
-    with telling(render.warning):
+    unknown = f"the job may be requeued all the same; `verl-slurm status {shell_word(run.root)}` tells"
+    with telling(render.warning), render.told_if_interrupted(unknown):
         job_id, detail = requeue_run(run, at_once=at_once)
     value = {"run_dir": str(run.root), "job_id": job_id, "result": "requeued"}
     render.answer(value, f"job {job_id} is being requeued: {detail}", as_json=as_json)
@@ -83,7 +89,7 @@ def update_reward(place: Path, new: str, warm_start_steps: int, as_json: bool) -
     run = RUN.convert(_run_of(place.resolve()), None, None)
     refuse_guests(run)
     here = Path.cwd()
-    if ":" not in new and (here / Path(new).expanduser()).is_dir():
+    if ":" not in new and (here / os.path.expanduser(new)).is_dir():
         new = f"classifier:{new}"
     # The job runs elsewhere: a relative path would mean another file there.
     reward = absolute_reward(new, here)
@@ -95,7 +101,9 @@ def update_reward(place: Path, new: str, warm_start_steps: int, as_json: bool) -
     problem = None
     try:
         # By the signal with which an operator asks for a save.
-        when = "the run saves, tries it, and takes it at the end of a step" if ask_for_save(run) else _LATER
+        with render.told_if_interrupted(f"{reward} is asked for; {_UNTOLD}"):
+            is_told = ask_for_save(run)
+        when = "the run saves, tries it, and takes it at the end of a step" if is_told else _LATER
     # No failure: the wish counts from the next start on, whether or not the job has heard of it.
     except (SlurmMissing, SlurmRefused) as error:
         when, problem = _UNTOLD, error.one_line()

@@ -324,9 +324,10 @@ def submit_sweep(
     for number, plan in enumerate(plans):
         after = jobs[number - at_once] if at_once is not None and number >= at_once else ""
         try:
-            done = carry_out(plan, after=after)
-        except VerlSlurmError:
-            # Those before the refused one are queued.
+            with telling(render.warning):
+                done = carry_out(plan, after=after)
+        except (VerlSlurmError, KeyboardInterrupt):
+            # Those before the refused, or interrupted, one are queued.
             queued = f"{len(jobs)} of {counted(len(plans), 'run')} queued"
             render.warning(f"{queued}: jobs {', '.join(jobs)}" if jobs else queued)
             raise

@@ -558,7 +558,7 @@ def _model(asker: _Asker, text: str) -> Answers:
         full, found = text, asker.with_answer(model=text)
         check_names(_config(found))
     else:
-        full = os.path.abspath(Path(text).expanduser())
+        full = os.path.abspath(os.path.expanduser(text))
         check_model("model.path", Path(full), text)
         found = asker.with_answer(model=asker.written(Path(full)))
     if (limit := max_positions(said_of(full))) is None:
@@ -569,7 +569,7 @@ def _model(asker: _Asker, text: str) -> Answers:
 
 
 def _of_verl(asker: _Asker, kind: InputKind, text: str) -> str:
-    place = Path(text).expanduser()
+    place = Path(os.path.expanduser(text))
     # Of a model, what is not here may be a name of the hub.
     here = place.exists() or (kind == "data" and not is_remote(text))
     full = os.path.abspath(place) if here else text
@@ -578,7 +578,7 @@ def _of_verl(asker: _Asker, kind: InputKind, text: str) -> str:
 
 
 def _data(asker: _Asker, text: str) -> Answers:
-    place = Path(text).expanduser()
+    place = Path(os.path.expanduser(text))
     if asker.answers.kind == "verl":
         names = [f"{text}/{name}.parquet" for name in ("train", "test")] if place.is_dir() else [text] * 2
         train, test = [_of_verl(asker, "data", name) for name in names]
@@ -623,7 +623,7 @@ def _program(asker: _Asker, text: str) -> Answers:
     except ValueError as error:
         raise ConfigError("not a command", found=f"{text}: {error}", remedy="close the quote") from None
     if words and words[0].endswith(".py"):
-        words[0] = asker.written(Path(words[0]).expanduser())
+        words[0] = asker.written(Path(os.path.expanduser(words[0])))
     found = asker.with_answer(program=tuple(words))
     check_guest(_absolute(asker, found))
     return found

@@ -8,7 +8,8 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
@@ -30,7 +31,16 @@ _BETWEEN_S = 0.1
 
 def safe(text: object) -> str:
     # No escape sequence of a log can recolour or rewrite the terminal.
-    return printable(str(text))
+    text = printable(str(text))
+    if text.isascii() or _is_utf8(sys.stdout):
+        return text
+    # Here, and not by the stream: widths are taken afterwards, and an escape is longer than its character.
+    return text.encode(sys.stdout.encoding, "backslashreplace").decode(sys.stdout.encoding)
+
+
+def _is_utf8(stream: TextIO) -> bool:
+    # None: a stream in memory, which takes every character.
+    return stream.encoding is None or stream.encoding.lower().replace("-", "") == "utf8"
 
 
 def line(text: object = "") -> None:
@@ -74,8 +84,18 @@ def warning(text: object) -> None:
     print(f"verl-slurm: {with_places(safe(text))}", file=sys.stderr, flush=True)
 
 
+@contextmanager
+def told_if_interrupted(text: str) -> Iterator[None]:
+    """Says what an interrupted command leaves behind."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        warning(f"interrupted: {text}")
+        raise
+
+
 def json_value(value: object) -> None:
-    print(json_line(value).decode(), flush=True)
+    print(json_line(value, ascii_only=not _is_utf8(sys.stdout)).decode(), flush=True)
 
 
 def picked(value: object, names: str) -> dict[str, Any]:
@@ -125,7 +145,7 @@ def width() -> int:
 
 def draws() -> bool:
     """Returns whether standard output is a terminal that has the characters of bars and curves."""
-    return sys.stdout.isatty() and (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    return sys.stdout.isatty() and _is_utf8(sys.stdout)
 
 
 def table(
@@ -178,7 +198,7 @@ def table(
         elif paint and colours:
             line_ = [_coloured(cell, colours) for cell in line_]
         printed += [(" " * GAP).join(line_).rstrip(), *(" " * before + part for part in rest)]
-    printed.insert(1, "─" * min(before + rooms[last], width()))
+    printed.insert(1, ("─" if _is_utf8(sys.stdout) else "-") * min(before + rooms[last], width()))
     if gone := [name for name in columns if name not in shown]:
         printed.append(f"no room for: {', '.join(gone)} (--json has them)")
     # One write for the whole table: a line each would flush a thousand times.
@@ -188,7 +208,7 @@ def table(
 def fitting(
     columns: Mapping[str, list[str]], first_to_go: Sequence[str], width: int, *, cut: str = ""
 ) -> dict[str, list[str]]:
-    """Returns as many of the columns as have room (`width`). Pure.
+    """Returns as many of the columns as have room (`width`).
 
     `first_to_go`: headings that are dropped, in this order; `cut`: a column whose cells then lose their beginnings.
     """
@@ -210,7 +230,8 @@ def fitting(
 
 
 def shortened(text: str, room: int) -> str:
-    return text if len(text) <= room else f"…{text[1 - room :]}"
+    dots = "…" if _is_utf8(sys.stdout) else "..."
+    return text if len(text) <= room else f"{dots}{text[len(dots) - room :]}"
 
 
 def _coloured(cell: str, colours: Mapping[str, str]) -> str:
@@ -288,7 +309,8 @@ class Bar:
         self._drawn = now
         if total:
             left = f", {span((now - self._began) * (total - done) / done)} left" if done else ""
-            text = f"{text}  {bar(done / total, 20)}  {done / 1e6:,.0f} of {total / 1e6:,.0f} MB{left}"
+            drawn = f"  {bar(done / total, 20)}" if _is_utf8(sys.stderr) else ""
+            text = f"{text}{drawn}  {done / 1e6:,.0f} of {total / 1e6:,.0f} MB{left}"
         self._bottom.show(0, text)
 
     def counter(self, text: str, total: int) -> Callable[[int], None]:

@@ -310,7 +310,7 @@ def _of_verl(config: RunConfig) -> tuple[int, int, str] | None:
     entry, said = config.trainer.entry, user_settings(config.verl)
     settings = said_settings(said)
     model = next((one.place for one in inputs_of(entry, settings, said) if one.kind == "model"), "")
-    place = Path(model).expanduser()
+    place = Path(os.path.expanduser(model))
     parameters = num_parameters(place) if place.is_dir() else None
     if parameters is None:
         return None

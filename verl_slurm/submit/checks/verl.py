@@ -235,7 +235,7 @@ def _looks(
 def _check_named_model(one: verl_inputs.Input) -> list[Finding]:
     if note := check_input(one):
         return [warn(note)]
-    if any(Path(one.place).expanduser().glob("*.safetensors")):
+    if any(Path(os.path.expanduser(one.place)).glob("*.safetensors")):
         return [good(f"verl.{one.key}: config.json and headers of the weights")]
     return [good(f"verl.{one.key}: config.json"), skipped(f"the weights of verl.{one.key}: pickles")]
 
@@ -348,7 +348,7 @@ def _check_file(config: RunConfig, file: verl_inputs.CodeFile) -> list[Finding]:
     if file.place.startswith("pkg://"):
         module = file.place.removeprefix("pkg://").replace("/", ".").partition(".")[0]
         return check_modules(config, [module], f"{where}={file.place}")
-    place = Path(file.place.removeprefix("file://")).expanduser()
+    place = Path(os.path.expanduser(file.place.removeprefix("file://")))
     takes_hub_names = file.key.endswith(
         ("model_path", "model.path", "tokenizer_path", "config_path", "adapter_path")
     )
@@ -554,7 +554,7 @@ def _require_beside(entry: Entry) -> None:
 
 def check_input(one: verl_inputs.Input) -> str:
     """Raises DataError if the input does not exist; else returns a note about it. A path is absolute."""
-    place = Path(one.place).expanduser()
+    place = Path(os.path.expanduser(one.place))
     # From what cannot be looked at here to what must exist: a URL and a name of the hub look like relative paths.
     if verl_inputs.is_remote(one.place):
         return f"verl.{one.key}: {one.place} is not on a file system; nobody looked whether it is there"
@@ -634,7 +634,7 @@ def _check_rows(
     begun: bool,
 ) -> list[Finding]:
     """Checks the files of a key that are on this machine; once the run has `begun`, missing shards are a note."""
-    places = [Path(one.place).expanduser() for one in inputs]
+    places = [Path(os.path.expanduser(one.place)) for one in inputs]
     where, there = f"verl.{key}", [place for place in places if place.exists()]
     if not there:
         return []
