@@ -222,8 +222,8 @@ def obeyed_variables(environ: Mapping[str, str], config: RunConfig) -> dict[str,
 
 def asked_partition(environ: Mapping[str, str], config: RunConfig) -> str | None:
     """Returns the partition, or several, that the job asks for; None: the default one."""
-    shell = obeyed_variables(environ, config).get("partition")
-    return environ[shell] if shell else config.slurm.partition
+    obeyed = obeyed_variables(environ, config)
+    return environ[obeyed["partition"]] if "partition" in obeyed else config.slurm.partition
 
 
 def submission_environment(environ: Mapping[str, str], config: RunConfig) -> dict[str, str]:

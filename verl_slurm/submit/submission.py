@@ -162,18 +162,15 @@ def carry_out(
                 except (MayBeQueued, KeyboardInterrupt) as error:
                     undo.pop_all()  # a job may exist, and needs what was made
                     if isinstance(error, KeyboardInterrupt):
-                        look = (
-                            f"`verl-slurm status {shell_word(paths.root)}` tells, "
-                            f"`verl-slurm cancel {shell_word(paths.root)}` ends it"
-                        )
-                        tell_user(f"interrupted while the job was submitted: it may be queued; {look}")
+                        run = paths.root
+                        ways = f"`verl-slurm status {shell_word(run)}` tells, `verl-slurm cancel {shell_word(run)}` ends"
+                        tell_user(f"interrupted while the job was submitted: it may be queued; {ways} it")
                     raise
                 notices += [note for note in words if note not in plan.notes]
             undo.pop_all()  # a job exists: from here on nothing is undone
         # After the job: a confirmed change whose submission failed has changed nothing.
         events: list[ev.Event] = [] if drift is None else [_accepted(drift)]
-        events += [ev.ForceResume(lost=plan.begins_again)] if plan.begins_again else []
-        events += copied
+        events += [*([ev.ForceResume(lost=plan.begins_again)] if plan.begins_again else []), *copied]
         if job_id is not None:
             # Still under the lock: the next submit learns of this job from the journal.
             events.append(ev.Submitted(plan.cluster, socket.gethostname(), plan.slurm, job_id=job_id))

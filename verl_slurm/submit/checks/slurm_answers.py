@@ -204,7 +204,8 @@ def _require_one_cluster(config: RunConfig, here: str) -> None:
     """Refuses a job for another cluster than the one that answers."""
     # Nothing here could see a job of another cluster.
     wanted = {"slurm.extra.clusters": str(config.slurm.extra.get("clusters") or "")}
-    shell = (obeyed_variables(os.environ, config).get("clusters"), "SLURM_CLUSTERS")
+    obeyed = obeyed_variables(os.environ, config)
+    shell = (obeyed.get("clusters"), "SLURM_CLUSTERS")
     wanted |= {name: os.environ.get(name, "") for name in shell if name}
     for where, names in wanted.items():
         if names and here and names != here:
