@@ -162,9 +162,7 @@ def carry_out(
                 except (MayBeQueued, KeyboardInterrupt) as error:
                     undo.pop_all()  # a job may exist, and needs what was made
                     if isinstance(error, KeyboardInterrupt):
-                        run = paths.root
-                        ways = f"`verl-slurm status {shell_word(run)}` tells, `verl-slurm cancel {shell_word(run)}` ends"
-                        tell_user(f"interrupted while the job was submitted: it may be queued; {ways} it")
+                        tell_user(_interrupted(paths.root))
                     raise
                 notices += [note for note in words if note not in plan.notes]
             undo.pop_all()  # a job exists: from here on nothing is undone
@@ -188,6 +186,11 @@ def carry_out(
         changed=tuple(changed),
         notes=(*plan.notes, *notices),
     )
+
+
+def _interrupted(run: Path) -> str:
+    ways = f"`verl-slurm status {shell_word(run)}` tells, `verl-slurm cancel {shell_word(run)}` ends it"
+    return f"interrupted while the job was submitted: it may be queued; {ways}"
 
 
 def _require_as_planned(plan: SubmissionPlan, paths: RunPaths, *, ask_for_unknown: bool) -> None:
