@@ -114,6 +114,44 @@ def test_a_traceback_begins_with_the_programs_own_first_line(tmp_path: Path, kin
     assert lines[-1] == "ValueError: __main__"
 
 
+LOADS = """
+import os, signal, subprocess, sys
+from torch.utils.data import DataLoader
+
+class Rows:
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, row):
+        return os.getpid()
+
+if __name__ == "__main__":
+    rows = iter(DataLoader(Rows(), batch_size=1, num_workers=1))
+    worker = int(next(rows)[0])
+    for _ in range(3):
+        subprocess.run(["kill", "-TERM", str(worker)], check=True)  # not by its parent
+    assert {int(row[0]) for row in rows} == {worker}
+    rows = iter(DataLoader(Rows(), batch_size=1, num_workers=1, persistent_workers=True))
+    next(rows)
+    [child] = rows._workers
+    child.terminate()
+    child.join()
+    print(child.exitcode)
+    os._exit(0)  # the loader's complaint about its worker is not asked for
+"""
+
+
+@pytest.mark.torch
+def test_a_loaders_worker_ends_by_its_ranks_signal_and_not_by_slurms(tmp_path: Path) -> None:
+    """Slurm's SIGTERM ended the workers, and with them the step that was to be saved."""
+    (tmp_path / "loads.py").write_text(LOADS)
+    ignoring = ["env", "--ignore-signal=TERM", sys.executable, "-P", "-m", "verl_slurm.loops.rendezvous"]
+    done = subprocess.run(
+        [*ignoring, str(tmp_path / "loads.py")], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
+
+
 # ---- ranks that stand by
 
 

@@ -387,3 +387,61 @@ def test_ranks_that_do_not_know_each_other_are_refused(monkeypatch: pytest.Monke
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="init_process_group before"):
         verl_slurm.run(model=nn.Linear(1, 1)).__enter__()
+
+
+@pytest.mark.parametrize(("saved_at", "warned"), [(4, 0), (5, 1)])
+def test_gradients_that_a_save_leaves_out_are_said(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch, saved_at: int, warned: int
+) -> None:
+    """The program accumulates over two steps by itself."""
+    optimizer = torch.optim.SGD(alone.model.parameters(), lr=0.1)
+    with alone.served(monkeypatch) as agent:
+        with verl_slurm.run(model=alone.model, optimizer=optimizer, save_every=saved_at) as run:
+            for step in run.steps(7):
+                alone.model(torch.ones(1, 2)).sum().backward()
+                if step % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        said = agent.heard()
+    found = [each for each in said if isinstance(each, RankNotice) and "accumulated" in each.text]
+    assert [notice.loud for notice in found] == [True] * warned
+
+
+def test_a_window_of_accelerates_is_one_step_to_save(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerate = pytest.importorskip(
+        "accelerate", reason="NOT RUN: accelerate is not installed (pip install '.[dev]')"
+    )
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=3)
+    model, optimizer = accelerator.prepare(alone.model, torch.optim.SGD(alone.model.parameters(), lr=0.1))
+    with alone.served(monkeypatch) as agent:
+        with pytest.raises(SystemExit), verl_slurm.run(model=model, optimizer=optimizer, save_every=4) as run:
+            for step in run.steps(12):
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(torch.ones(1, 2)).sum())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if step == 6:
+                    agent.ask(stop=True)
+        said = agent.heard()
+    assert [each.name for each in said if isinstance(each, RankSaved)] == ["step_000006", "step_000009"]
+    assert not any("accumulated" in each.text for each in said if isinstance(each, RankNotice))
+
+
+def _warmed_up(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
+    schedules = torch.optim.lr_scheduler
+    parts = [
+        schedules.LinearLR(optimizer, total_iters=2),
+        schedules.CosineAnnealingLR(optimizer, T_max=steps),
+    ]
+    return schedules.SequentialLR(optimizer, parts, milestones=[2])
+
+
+def test_what_a_schedule_is_made_of_is_compared_too(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = []
+    for steps, resume in ((10, ""), (10, "step_000002"), (20, "step_000002")):
+        optimizer = torch.optim.SGD(alone.model.parameters(), lr=0.1)
+        scheduler = _warmed_up(optimizer, steps)
+        heard = alone.life(monkeypatch, 2, resume=resume, optimizer=optimizer, scheduler=scheduler)
+        said.append([each.text for each in heard if isinstance(each, RankNotice) and each.topic == "rates"])
+    assert said[:2] == [[], []]
+    assert "scheduler[1].T_max=20 (10)" in said[2][0]

@@ -38,14 +38,23 @@ def hyperparameters(named: Mapping[str, object]) -> dict[str, Any]:
                 place = f"{name}[{at}]" if at else name
                 made_with |= {f"{place}.{key}": value for key, value in group.items() if key != "params"}
         elif isinstance(thing, LRScheduler):
-            # The rates that it begins with are the optimizer's, and its place is no choice.
-            moving = ("base_lrs", "last_epoch")
-            state = thing.state_dict()
-            made_with |= {f"{name}.{key}": state[key] for key in state if key not in moving and key[0] != "_"}
+            made_with |= _of_schedule(name, thing)
     plain = {key: _plain(value) for key, value in made_with.items()}
     kept = {key: value for key, value in plain.items() if value is not ...}
     # As a checkpoint gives it back: NaN, for one, is null there.
     return msgspec.json.decode(msgspec.json.encode(kept), type=dict[str, Any])
+
+
+def _of_schedule(name: str, schedule: LRScheduler) -> dict[str, Any]:
+    # The rates that it begins with are the optimizer's, and its place is no choice.
+    moving = ("base_lrs", "last_epoch")
+    state = schedule.state_dict()
+    kept = [key for key in state if key == "_milestones" or (key not in moving and key[0] != "_")]
+    made_with = {f"{name}.{key.lstrip('_')}": state[key] for key in kept}
+    # Of SequentialLR and ChainedScheduler, whose own state has no choices: those that they are made of.
+    for at, part in enumerate(getattr(schedule, "_schedulers", ())):
+        made_with |= _of_schedule(f"{name}[{at}]", part)
+    return made_with
 
 
 def _plain(value: Any) -> Any:

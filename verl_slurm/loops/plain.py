@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Self
 
 import msgspec
+from torch.optim import Optimizer
 
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.fence import require_attempt, take_attempt
@@ -95,6 +96,12 @@ def _has_shuffle_buffer(one: object) -> bool:
     return False
 
 
+def _is_accumulating() -> bool:
+    """Returns whether the step that is done left gradients in a window of accelerate's (`Accelerator.accumulate`)."""
+    state = sys.modules.get("accelerate.state")
+    return state is not None and not state.GradientState().sync_gradients
+
+
 _SET_THEM = "To change one, set it in the `with` block, as in `for group in optimizer.param_groups: group['lr'] = 1e-5`"
 
 
@@ -120,12 +127,15 @@ class LoopRun:
     ) -> None:
         self._session, self._named = session, dict(objects)
         self._run_dir, self._save_every, self._any_ranks = run_dir, save_every, any_ranks
-        self._total = 0
+        self._total = self._asked_at = 0
         self._metrics: dict[str, object] = {}
+        self._updates = self._updates_before = 0
         self._row: dict[str, object] = {}
         self._generators: Generators | None = None
         self._started, self._done = False, False
         self._native: CheckpointSaver | None = None
+        self._optimizers: list[Optimizer] = []
+        self._has_warned = False
         self.step, self.stopping = 0, False
 
     @property
@@ -168,6 +178,8 @@ class LoopRun:
         if self._session.resume is not None:
             self._go_on_from(self._session.resume)
         tell_replaced(self._session, made_with, _SET_THEM)
+        self._asked_at = self.step
+        self._watch_updates()
         metadata = {"objects": list(self._objects.names), "made_with": made_with}
         self._saver = StepEndSaver(
             self._session,
@@ -252,11 +264,15 @@ class LoopRun:
         """
         if not self._started:
             self._start(total)
-        former, self.step, self._total = self.step, step, total or self._total
+        self.step, self._total = step, total or self._total
         # The row is kept for a later `save()` of the same step; `log` fills the next one.
         self._row, self._metrics = self._metrics | metrics, {}
         # Reported before the save, so that the daemon allows for the storage from here on.
         self._saver.step_done(step, self._row, self._total)
+        # Gradients are in no checkpoint: a step of accelerate's ends with its window.
+        if _is_accumulating() and step < self._total:
+            return
+        former, self._asked_at = self._asked_at, step
         # Collective, once per step on every rank, whether or not a save is due.
         request = self._saver.asked()
         every = self._save_every or self._saver.every_steps
@@ -267,6 +283,32 @@ class LoopRun:
         if request is not None and request.stop:
             self.stopping = True
             self._saver.leave()
+        self._updates_before = self._updates
+
+    def _watch_updates(self) -> None:
+        def count(*_: object) -> None:
+            self._updates += 1
+
+        # accelerate's have the one that steps inside, and no hooks of their own.
+        inner = [getattr(one, "optimizer", one) for one in self._named.values()]
+        self._optimizers = [one for one in inner if isinstance(one, Optimizer)]
+        for optimizer in self._optimizers:
+            optimizer.register_step_post_hook(count)
+
+    def _warn_of_gradients(self) -> None:
+        """Says it if a save comes between two updates of the optimizers, in a loop that accumulates by itself."""
+        # One that never steps by `Optimizer.step`, as a captured graph does not, tells nothing.
+        if self._updates != self._updates_before or not self._updates or self._has_warned:
+            return
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        if any(parameter.grad is not None for group in groups for parameter in group["params"]):
+            self._has_warned = True
+            self._session.notice(
+                f"step {self.step} is saved before the optimizer has stepped: gradients that were accumulated "
+                "since are in no checkpoint, and a resumed run lacks them. It goes on bit for bit where each step "
+                "of the loop ends with optimizer.step()",
+                loud=True,
+            )
 
     def save(self, reason: str = "the loop asked for it") -> None:
         """Saves the state now, after `step` whole steps, and waits until it is saved or has failed. Collective."""
@@ -305,6 +347,8 @@ class LoopRun:
         self._saver.close(broken=not isinstance(error, SystemExit | None))
 
     def _save(self, why: str = "", *, last: bool = False) -> RanksFailed | None:
+        if self.step < self._total:
+            self._warn_of_gradients()
         return self._saver.save(self.step, self._store, metrics=self._row, why=why, last=last)
 
     def _store(

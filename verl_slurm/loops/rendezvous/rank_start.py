@@ -13,13 +13,15 @@ now has another value, all begins anew.
 
 import os
 import runpy
+import signal
 import sys
+import threading
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 
 from verl_slurm.base.search_path import PYTHONPATH
-from verl_slurm.loops.rendezvous.install import install_on_import
+from verl_slurm.loops.rendezvous.install import after_import, install_on_import
 from verl_slurm.wire.environment import SEARCH_VARIABLE
 from verl_slurm.wire.lifeline import die_with_launcher
 from verl_slurm.wire.standing_by import Orders, WatchedEnvironment, import_all
@@ -33,6 +35,7 @@ def start() -> None:
     die_with_launcher()
     # Before anything imports torch: its groups are checked from the first one on.
     install_on_import()
+    after_import("torch.utils.data._utils.signal_handling", _keep_workers)
     if sys.argv[1] == "--imports":
         _stand_by(Path(sys.argv[2]))
     sys.excepthook = _show_the_programs_frames
@@ -43,6 +46,25 @@ def start() -> None:
     else:
         del sys.argv[0]
         _become(sys.argv[0])
+
+
+def _keep_workers(handling: ModuleType) -> None:
+    """Has the worker processes of torch's data loaders outlive Slurm's warnings, as their rank does."""
+    set_handlers = handling._set_worker_signal_handlers
+
+    def wait() -> None:
+        # A loader ends its workers by this signal, Slurm (`KillWait`, a grace time) tells each process of a step.
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+            pass
+        os._exit(0)
+
+    def set_and_block() -> None:
+        # torch's own handler ends the worker, whoever sent it: the rank would fail in the step that is to be saved.
+        set_handlers()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=wait, daemon=True).start()
+
+    handling._set_worker_signal_handlers = set_and_block  # type: ignore[attr-defined]
 
 
 def _stand_by(imports: Path) -> None:
