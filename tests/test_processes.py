@@ -18,6 +18,7 @@ OF_THEIR_OWN = {
     "test_processes.py",
     "daemon/test_launcher.py",
     "slurm/test_client.py",
+    "submit/test_plan.py",
     "submit/test_programs.py",
     "submit/test_services.py",
     "submit/test_verl_checks.py",

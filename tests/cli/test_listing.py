@@ -25,8 +25,8 @@ Cli = Callable[..., Any]
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A running, a queued, a killed, a finished and a failed run."""
 
-    async def answer(_: SlurmClient, users: set[int]) -> dict[int, tuple[str, str, str]]:
-        return {1: ("RUNNING", "", ""), 2: ("PENDING", "Priority", "")}
+    async def answer(_: SlurmClient, users: set[int]) -> dict[int, tuple[str, str, str, str]]:
+        return {1: ("RUNNING", "", "", ""), 2: ("PENDING", "Priority", "", "")}
 
     monkeypatch.setattr(SlurmClient, "states", answer)
     make_run(tmp_path / "run-1", job_id="1", num_events=400)

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from verl_slurm.base import mounts
+from verl_slurm.base import kernel_facts
 from verl_slurm.base.errors import DatasetDrift
 from verl_slurm.base.kernel_facts import file_system, keeps_ctime, parse_mounts
 from verl_slurm.base.paths import RunPaths
@@ -168,10 +168,10 @@ def test_where_ctime_proves_nothing_no_stamp_is_ever_old_enough_nor_any_cache_be
     root: Path, look: Look, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     look()
-    monkeypatch.setattr(mounts, "file_system", lambda path: kind)
+    monkeypatch.setattr(kernel_facts, "file_system", lambda path: kind)
     assert look().num_read == 4, "cached where it was known"
     assert look().num_read == 4
-    monkeypatch.setattr(mounts, "file_system", lambda path: "nfs4")
+    monkeypatch.setattr(kernel_facts, "file_system", lambda path: "nfs4")
     assert look().num_read == 4
     assert look().num_read == 0
 

@@ -211,7 +211,10 @@ _Cell = tuple[str, str]
 _NAMED = "the checkpoint that `checkpoint.resume_from` names, as an attempt begins"
 _MOVED = "RUN moved or unmounted, while ranks train"
 _SET_UP = "commands, Python and secrets of ranks and services"
-_OPEN = "RUN, a checkpoint or a key that others can write, as after `chmod -R g+w`"
+_OPEN = (
+    "RUN, a checkpoint or a key that others can write, as after `chmod -R g+w`, or a checkpoint of another owner: "
+    "nothing older is used in its place"
+)
 WALK: dict[_Cell, Callable[[Stage], None]] = {
     ("RUN itself, as an attempt begins", "fails"): lambda s: as_an_attempt_begins(s, "EIO"),
     ("RUN itself, as an attempt begins", "hangs"): lambda s: as_an_attempt_begins(s, "silent"),

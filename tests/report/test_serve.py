@@ -211,7 +211,7 @@ def test_a_row_is_told_after_a_line_of_the_journal(runs: Path, asked: list[int])
         _, reader, _ = await client.open(f"/events?since={version}")
         # Slurm is asked when a page is open, and its answer is news: until then nobody knows.
         assert [row["state"] for row in (await news(reader))["rows"]] == ["running"]
-        append_event(RunPaths(runs / "team" / "b"), "submitted", job_id="7", cluster="slurm")
+        append_event(RunPaths(runs / "team" / "b"), "submitted", job_id="8", cluster="slurm")
         found = await news(reader)
         assert [(row["run"], row["state"], row["last"]) for row in found["rows"]] == [
             ("team/b", "queued", "submitted")

@@ -21,11 +21,11 @@ Act = Callable[[], object]
 
 
 @pytest.fixture
-def alive(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[str, str, str]]:
+def alive(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[str, str, str, str]]:
     """Slurm's jobs."""
-    states = dict.fromkeys(range(1, 9), ("RUNNING", "", ""))
+    states = dict.fromkeys(range(1, 9), ("RUNNING", "", "", ""))
 
-    async def answer(_: SlurmClient, users: set[int]) -> dict[int, tuple[str, str, str]]:
+    async def answer(_: SlurmClient, users: set[int]) -> dict[int, tuple[str, str, str, str]]:
         return states
 
     monkeypatch.setattr(SlurmClient, "states", answer)
@@ -107,7 +107,7 @@ def test_a_run_that_comes_later_is_followed_too(tmp_path: Path, alive: object) -
 
 @pytest.mark.parametrize("last", ["killed", "cancelled while it waited"])
 def test_who_is_gone_is_asked_for_and_told_though_others_are_never_silent(
-    tmp_path: Path, alive: dict[int, tuple[str, str, str]], monkeypatch: pytest.MonkeyPatch, last: str
+    tmp_path: Path, alive: dict[int, tuple[str, str, str, str]], monkeypatch: pytest.MonkeyPatch, last: str
 ) -> None:
     a, b = (make_run(tmp_path / name, job_id=number) for name, number in (("a", "1"), ("b", "2")))
 
@@ -129,11 +129,11 @@ def test_who_is_gone_is_asked_for_and_told_though_others_are_never_silent(
 
 
 def test_a_run_whose_job_is_held_is_told_once(
-    tmp_path: Path, alive: dict[int, tuple[str, str, str]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, alive: dict[int, tuple[str, str, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = (make_run(tmp_path / name, job_id=number) for name, number in (("a", "1"), ("b", "2")))
     monkeypatch.setattr(fleet_follow, "_ASK_S", 0.0)  # a minute each
-    alive[1] = ("PENDING", "JobHeldUser", "")
+    alive[1] = ("PENDING", "JobHeldUser", "", "")
     _, told, _ = follow(tmp_path, lambda: None, lambda: None, end(b), end(a))
     assert told == [("a", "warning"), ("b", "ended"), ("a", "ended")]
 

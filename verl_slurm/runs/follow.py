@@ -60,8 +60,10 @@ class Followed(msgspec.Struct, kw_only=True):
     """Bytes of its journal that were reported."""
     exit_code: int | None = None
     """The exit code with which it ended while it was followed."""
-    ended_job: str | None = None
-    """The job that ended then."""
+    announced_job: str | None = None
+    """The job that was submitted last, while it was followed."""
+    unannounced_job: str | None = None
+    """The job that has started before that was written."""
 
     def take(self, *, newest: bool = True) -> list[ev.Event]:
         """Returns what its journal has more; looks at its size first. `newest`: of much more, the newest events
@@ -87,15 +89,19 @@ class Followed(msgspec.Struct, kw_only=True):
     def report(self, events: list[ev.Event], on_event: "OnEvent") -> None:
         """Hands on events that `take` has returned. An error of `on_event` is its own."""
         for event in events:
-            # `submit` may write of its job when that has ended: that is no news.
-            late = isinstance(event, ev.Submitted) and event.job_id == self.ended_job and not self.alive
+            # `submit` may write of its job when that has begun, or ended: that is no news.
+            late = isinstance(event, ev.Submitted) and event.job_id == self.unannounced_job
+            if isinstance(event, ev.Submitted):
+                self.announced_job, self.unannounced_job = event.job_id, None
+            elif isinstance(event, ev.Started) and event.job_id != self.announced_job:
+                self.unannounced_job = event.job_id
             self.state = self.state if late else state_after(event, self.state)
             # First, so that whoever is told sees the run as it is after the event. A run may be submitted again after
             # any end.
             if isinstance(event, ev.Submitted | ev.Started | ev.Successor) and not late:
                 self.alive, self.exit_code = True, None
             elif isinstance(event, ev.Ended) and event.is_final:
-                self.alive, self.exit_code, self.ended_job = False, event.exit_code, event.job_id
+                self.alive, self.exit_code = False, event.exit_code
             on_event(self, event)
 
 

@@ -50,7 +50,7 @@ class Effects:
         if not self._is_open:
             self._is_open = True
             attempt.spawn(self._mover.run(), aside="the mover of checkpoints")
-            attempt.spawn(_scrub_forever(attempt, self.restarts.bring_home), aside="the scrub")
+            attempt.spawn(scrub_forever(attempt, self.restarts.bring_home), aside="the scrub")
 
     async def close(self) -> None:
         # First: they hear it over the port that is closed below.
@@ -154,7 +154,7 @@ class Effects:
         self.attempt.post(inputs.BackoffOver(stuck, reason))
 
 
-async def _scrub_forever(attempt: Attempt, bring_home: Callable[[str], Awaitable[bool]]) -> None:
+async def scrub_forever(attempt: Attempt, bring_home: Callable[[str], Awaitable[bool]]) -> None:
     """Reads checkpoints and frozen models back until cancelled. No error here ends a run; errors are recorded."""
     config, given = attempt.config.checkpoint, (attempt.paths, attempt.config.checkpoint, attempt.number)
     pause = min(SETTLE_S, config.scrub_every_h * 1800)
