@@ -162,7 +162,8 @@ def test_two_runs_are_drawn_over_each_other(browser: Any, two: Path) -> None:
 def test_a_page_of_damaged_runs_has_no_error(
     browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))  # without squeue: the browser's own event loop runs in this thread
+    # Without squeue: the browser's own event loop runs in this thread.
+    monkeypatch.setenv("PATH", str(tmp_path))
     runs = [make_interrupted_run(tmp_path / name, 2) for name in ("journal", "steps", "config")]
     for path in (runs[0].events, runs[1].steps, runs[2].run_yaml):
         path.unlink()
