@@ -292,6 +292,40 @@ def test_cancel_asks_again_while_slurm_is_away(tmp_path: Path, monkeypatch: pyte
     assert run.events.read_text().count("cancel_asked") == 1
 
 
+@pytest.mark.parametrize("own", ["afterany:18(unfulfilled)", "(null)"])
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_cancel_of_a_waiting_run_of_a_sweep_keeps_the_limit_or_says_that_it_is_gone(
+    cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, refused: bool
+) -> None:
+    """Job 20 is the sweep's. The run's own successor, a job that is no run, and one elsewhere wait for the end."""
+    run = make_run(tmp_path / "seed1", "running", job_id="1").root
+    job = re.sub("Command=.*", f"Command={run}/logs/1.sh", (GOLDEN / "pending.txt").read_text())
+    asked = on_a_cluster_with(job.replace("Dependency=(null)", f"Dependency={own}"), tmp_path, monkeypatch)
+    script = f".submission_file_{'0' * 32}.sh"
+    waiting = (
+        f"20|singleton(unfulfilled),afterany:1(unfulfilled)|{tmp_path}/seed2/logs/{script}",
+        f"21|afterany:1(unfulfilled)|{run}/logs/successor_of_1.sh",
+        f"22|afterany:1(unfulfilled)|{tmp_path}/seed2/logs/look.sh {run}",
+        f"23|afterany:1(unfulfilled)|{tmp_path}/other/seed2/logs/{script}",
+        f"24|afterany:18(unfulfilled)|{tmp_path}/seed3/logs/{script}",
+        f"25|(null)|{tmp_path}/seed4/logs/{script}",
+    )
+    lines = "\n".join(waiting)
+    (tmp_path / "bin" / "squeue").write_text(f"#!/bin/sh\ncat <<'END'\n{lines}\nEND\n")
+    if refused:
+        with (tmp_path / "bin" / "scontrol").open("a") as program:
+            program.write("echo 'slurm_update error: Job dependency problem' >&2\nexit 1\n")
+    result = cli("cancel", run)
+    assert result.code == ExitCode.OK, result.err
+    done = [line.rpartition("/")[2] for line in asked.read_text().splitlines()]
+    change = "scontrol update JobId=20 Dependency=singleton,afterany:18"
+    waits = own != "(null)"
+    assert done == [*([change] if waits else []), "scancel 1"]
+    told = "the limit of --at-once no longer holds for job 20" if refused else "job 20 waited for job 1"
+    assert (told in result.err) is waits
+    assert (f"Job dependency problem); while it waits: {change}" in result.err) is (refused and waits)
+
+
 @pytest.mark.parametrize("program", ["scontrol", "scancel"])
 def test_a_cancel_that_slurm_never_answers_says_that_the_run_goes_on(
     program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -237,6 +237,33 @@ def test_a_take_down_reaches_a_restart_at_any_moment(
     assert steps == (0 if early else 1)
 
 
+@pytest.mark.scenario("FLT-B")
+@pytest.mark.parametrize("refused", [True, False])
+def test_agents_that_slurm_does_not_bring_are_the_environments_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    monkeypatch.setattr(restarts, "find_resume_point", lambda *_: ResumePoint("", (), "start+0"))
+    monkeypatch.setattr(restarts, "AGENTS_READY_S", 600.0 if refused else 0.0)
+    monkeypatch.setattr(agents_step, "GOODBYE_S", 0.05)
+
+    class Refusing(ScriptedAllocation):
+        async def start_step(self, *_: object, **__: object) -> list[asyncio.subprocess.Process]:
+            return [await asyncio.create_subprocess_exec("false" if refused else "cat", stdin=-1)]
+
+    async def story() -> inputs.Input:
+        effects, posted = effects_of(tmp_path, Refusing())
+        effects.perform(act.StartRanks(1))
+        failed = await posted.get()
+        await effects.restarts.step.end()
+        return failed
+
+    failed = asyncio.run(story())
+    assert isinstance(failed, inputs.NodeFailed)
+    assert (failed.node, failed.environment) == ("", True)
+    how = "the step ended with 1 before any agent came" if refused else "2 of 2 agents had not come after 0 s"
+    assert failed.detail.startswith(how)
+
+
 class Heard:
     """A link that only notes what it is to send."""
 

@@ -405,6 +405,9 @@ ENDED = inputs.RanksEnded(1)
 
 
 FULL = "rank 0: OSError: [Errno 28] No space left on device"
+LAUNCH_FAILED = inputs.NodeFailed(
+    "n2", "Task launch failed on node n2: Communication failure", lost=True, environment=True
+)
 
 
 @pytest.mark.scenario("FLT-A")
@@ -418,6 +421,10 @@ FULL = "rank 0: OSError: [Errno 28] No space left on device"
             id="in a rank whose peer spoke first",
         ),
         pytest.param((inputs.NodeFailed("", "no agent", environment=True), ENDED), id="Slurm was away"),
+        pytest.param((LAUNCH_FAILED, ENDED), id="a slurmd was away"),
+        pytest.param(
+            (inputs.ServiceLost("no host", environment=True), ENDED), id="a service's slurmd was away"
+        ),
     ],
 )
 def test_a_restart_that_storage_fails_waits_in_place_then_without_the_nodes_and_is_no_crash(
@@ -432,6 +439,20 @@ def test_a_restart_that_storage_fails_waits_in_place_then_without_the_nodes_and_
     assert [action.delay_s for action in done if isinstance(action, act.AskRequeue)] == [60]
     crashed = [a.event for a in story.actions if isinstance(a, act.Note) and isinstance(a.event, Crash)]
     assert {crash.kind for crash in crashed} <= {"environment"}
+
+
+def test_a_node_whose_slurmd_is_away_gives_its_place_to_a_spare_one_or_is_avoided_after_the_wait() -> None:
+    story = Story(inputs.Ready(2))
+    for _ in range(6):
+        done = [action for event in (LAUNCH_FAILED, ENDED) for action in story.then(event)]
+        story.then(inputs.BackoffOver(0))
+    assert [action.avoid for action in done if isinstance(action, act.AskRequeue)] == [("n2",)]
+    story = Story()
+    story.model = Model(msgspec.structs.replace(LIMITS, spare_nodes=1))
+    story.then(inputs.Ready(2))
+    story.then(LAUNCH_FAILED)
+    assert act.Pause(0.0) in story.then(ENDED)
+    assert story.then(inputs.BackoffOver(0)) == [act.StartRanks(2, ("n2",))]
 
 
 @pytest.mark.scenario("FLT-B")

@@ -478,3 +478,20 @@ def test_a_host_that_does_not_come_is_not_waited_for_without_end(
         await stage.services.close()
 
     asyncio.run(story())
+
+
+def test_a_needed_service_whose_host_slurm_does_not_start_is_the_environments_fault(tmp_path: Path) -> None:
+    async def story() -> list[inputs.Input]:
+        stage, leaving = Stage(tmp_path, judge=judge()), asyncio.Event()
+        start = asyncio.create_task(stage.services.start(leaving))
+        await stage.step_started.wait()
+        stage.steps[0].kill()
+        await next(iter(task for task in asyncio.all_tasks() if "_run" in str(task.get_coro())))
+        leaving.set()
+        await start
+        await stage.services.close()
+        return stage.posted
+
+    assert asyncio.run(story()) == [
+        inputs.ServiceLost("service judge: its host ended with -9", environment=True)
+    ]

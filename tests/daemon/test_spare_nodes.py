@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from verl_slurm_daemon.lead.agents_step import Step
 
 from tests.builders import run_config
 from tests.journals import make_event
-from verl_slurm.base.errors import ConfigError
+from verl_slurm.base.errors import NOT_SET_UP, ConfigError
 from verl_slurm.config.elastic import allowed_nodes, on_ranks
 from verl_slurm.config.load import parse_config
 from verl_slurm.journal.events import Crash
@@ -324,17 +326,81 @@ def test_an_agent_that_is_gone_is_told_with_slurms_own_words(
     """slurmstepd kills what is above its memory, where no kernel does (`OverMemoryKill`): the node is well."""
 
     async def story() -> inputs.NodeFailed | inputs.CauseKnown:
-        os.write(2, b"srun: error: of an earlier step\n" + log_line("1", "restart", {"number": 2}).encode())
         step = Step(1, 1, StepPlacement())
         joined(step, "n1")
-        os.write(2, words.encode())
         return await step.why_lost("n1", ())
 
-    log, kept = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), os.dup(2)
+    with log_of_the_job(tmp_path, words):
+        assert asyncio.run(story()) == failed
+
+
+@contextmanager
+def log_of_the_job(place: Path, words: str) -> Iterator[None]:
+    """Our stderr, in which Slurm has written `words` since the restart began."""
+    log, kept = os.open(place / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), os.dup(2)
     os.dup2(log, 2)
     try:
-        assert asyncio.run(story()) == failed
+        os.write(2, b"srun: error: of an earlier step\n" + log_line("1", "restart", {"number": 2}).encode())
+        os.write(2, words.encode())
+        yield
     finally:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(log)
+
+
+LAUNCH = "Task launch for StepId=2.0 failed on node n2: Communication connection failure"
+
+
+@pytest.mark.parametrize("srun", ["exit 1", "exec sleep 600"], ids=["srun has ended", "srun still waits"])
+def test_a_slurmd_that_is_away_as_agents_start_is_the_environments_fault_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, srun: str
+) -> None:
+    """Slurm 22.05: srun ends the agents that run, and may wait half a minute for their nodes."""
+    if srun != "exit 1":
+        monkeypatch.setattr(step_module, "_STEP_ENDS_S", 0.1)
+
+    async def story() -> inputs.NodeFailed | inputs.CauseKnown:
+        step = Step(1, 2)
+        step.processes = [await asyncio.create_subprocess_exec("sh", "-c", srun)]
+        joined(step, "n1")
+        try:
+            return await step.why_lost("n1", ())
+        finally:
+            await step_module.end_step(step.processes, 0.1)
+            await step.wait()
+
+    others = "Application launch failed: Communication connection failure", "n1: task 0: Killed", "x", "y"
+    with log_of_the_job(tmp_path, "".join(f"[Slurm] srun: error: {line}\n" for line in (LAUNCH, *others))):
+        failed = asyncio.run(story())
+    ended = "the step ended while " * (srun == "exit 1")
+    detail = f"{ended}1 of 2 agents had not come: {LAUNCH}"
+    assert failed == inputs.NodeFailed("n2", detail, lost=True, environment=True)
+
+
+BUSY = "Unable to create step for job 2: Requested nodes are busy"
+EXIT = "n2: task 1: Exited with exit code 1"
+
+
+@pytest.mark.parametrize(
+    ("lines", "came", "absent", "node", "environment"),
+    [
+        ([], [], [], "", True),
+        ([BUSY], [], ["n1", "n2"], "", True),
+        (["Job/step already completing or completed"], [], [], "", True),
+        (["*** STEP 2.0 ON n1 CANCELLED AT 2026-11-29 DUE TO PROLOG FAILURE ***"], ["n1"], [], "", True),
+        (["timed out"], ["n1"], ["n2", "n3"], "n2", True),
+        ([LAUNCH, EXIT], ["n1"], ["n3", "n2"], "n2", True),
+        ([EXIT], ["n1"], [], "n2", True),
+        (["n1: task 0: Exited with exit code 1"], ["n1"], [], "", True),
+        ([EXIT], [], [], "", False),
+        (["n[1-2]: tasks 0-1: Exited with exit code 127"], [], [], "", False),
+    ],
+)
+def test_agents_that_have_not_come_are_the_environments_fault_unless_all_ended_by_themselves(
+    lines: list[str], came: list[str], absent: list[str], node: str, environment: bool
+) -> None:
+    failed = step_module.why_absent("no agent", lines, came, absent)
+    assert (failed.node, failed.environment, failed.lost) == (node, environment, environment)
+    assert (NOT_SET_UP in failed.detail) is not environment
+    assert all(line in failed.detail for line in lines[:1])

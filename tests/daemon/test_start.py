@@ -260,7 +260,7 @@ def test_a_step_that_falls_apart_before_all_came_blames_no_node(tmp_path: Path) 
     process.terminate()
     process.communicate(timeout=300)
     (crash,) = told(paths, "crash")
-    assert (crash["kind"], crash["node"]) == ("node", None)
+    assert (crash["kind"], crash["node"]) == ("environment", None)
     assert "1 of 2 agents had not come" in str(crash["detail"])
 
 

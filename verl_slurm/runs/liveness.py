@@ -174,6 +174,13 @@ def is_script_of(root: Path, script: str) -> bool:
     return logs.name == "logs" and _is_same_place(logs.parent, root)
 
 
+def is_script_beside(root: Path, script: str) -> bool:
+    """Returns whether it is `submit`'s batch script of another run in the folder of `root`, as those of a sweep."""
+    logs = Path(script).parent
+    ours = _OUR_SCRIPT.fullmatch(Path(script).name) is not None and logs.name == "logs"
+    return ours and not is_script_of(root, script) and _is_same_place(logs.parent.parent, root.parent)
+
+
 def way_on(facts: JobFacts) -> str:
     """Returns how to continue a job that stands still; empty: nothing of that kind holds it. Pure."""
     # A requeue of a suspended job would leave it held for good (JobHeldAdmin), so it has to go on first.

@@ -1,6 +1,7 @@
 """What a user asks of a run's job: to end, to start again, to save."""
 
 import asyncio
+import re
 import shutil
 import signal
 import time
@@ -15,10 +16,20 @@ from verl_slurm.journal.events import CancelAsked, Ended, RequeueAsked
 from verl_slurm.journal.files import append_event, read_history
 from verl_slurm.journal.history import Submission
 from verl_slurm.runs.glance import glance
-from verl_slurm.runs.liveness import ANOTHERS, HIDDEN, job_state, leads, runs_here, unknown_jobs, way_on
+from verl_slurm.runs.liveness import (
+    ANOTHERS,
+    HIDDEN,
+    is_script_beside,
+    job_state,
+    leads,
+    runs_here,
+    unknown_jobs,
+    way_on,
+)
 from verl_slurm.runs.run_record import last_job
 from verl_slurm.slurm.facts import JobFacts
 from verl_slurm.slurm.requeue_rules import RequeueOutcome
+from verl_slurm.slurm.runner import tell_user
 from verl_slurm.slurm.slurm_client import SlurmClient
 
 # Seconds after which a request that Slurm does not answer is not begun again.
@@ -69,11 +80,41 @@ def _cancel(run: RunPaths) -> str:
     if not read_history(run).is_cancelled:
         append_event(run, CancelAsked())
     if job.cluster == "slurm":
-        asyncio.run(SlurmClient().cancel(int(job.job_id)))
+        asyncio.run(_end(run, int(job.job_id)))
     else:
         # The lead takes it for a cancel, as it takes what scancel sends.
         _signal_local(run, signal.SIGTERM)
     return job.job_id
+
+
+async def _end(run: RunPaths, number: int) -> None:
+    """Ends a job for good. Runs beside it that wait for its end (`--at-once`) wait for what it waits for, instead."""
+    client = SlurmClient()
+    job = await client.job(number)
+    if job.is_waiting and job.dependency:
+        for other, dependency, command in await client.dependencies():
+            instead = depends_instead(dependency, number, job.dependency)
+            # Those of its own run, and jobs that are no runs, are to start after it, however it ends.
+            if not instead or not is_script_beside(run.root, command):
+                continue
+            try:
+                # Before the cancel, with which Slurm may start them.
+                await client.set_dependency(other, instead)
+                tell_user(f"job {other} waited for job {number}, and waits for {instead} now, as that did")
+            except (SlurmRefused, NotFound) as error:
+                tell_user(
+                    f"the limit of --at-once no longer holds for job {other}, which waits for job {number} alone: "
+                    f"{error.one_line()}; while it waits: scontrol update JobId={other} Dependency={instead}"
+                )
+    await client.cancel(number)
+
+
+def depends_instead(dependency: str, number: int, its: str) -> str:
+    """Returns a dependency with job `number` replaced by its own, `its`; empty: it names no end of that job. Pure."""
+    terms, its_terms = (re.sub(r"\([^)]*\)", "", text).split(",") for text in (dependency, its))
+    if (end := f"afterany:{number}") not in terms:
+        return ""
+    return ",".join(dict.fromkeys(one for term in terms for one in (its_terms if term == end else [term])))
 
 
 def _cancel_unknown(run: RunPaths, error: NotFound) -> str:
@@ -85,7 +126,7 @@ def _cancel_unknown(run: RunPaths, error: NotFound) -> str:
     if unknown := unknown_jobs(run, history) if shutil.which("squeue") else []:
         append_event(run, CancelAsked())
         for number in unknown:
-            asyncio.run(SlurmClient().cancel(int(number)))
+            asyncio.run(_end(run, int(number)))
         return ", ".join(unknown)
     # By nothing else can another cluster tell that a job is over which ended without a word.
     silent = job is not None and not history.has_ended(job.job_id) and not history.is_cancelled

@@ -18,6 +18,7 @@ NODE_LIST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,\[\]-]{0,65535}")
 """Slurm's bracket form: `gpu[01-04,07],login1`."""
 JOB = re.compile(r"[0-9]{1,10}(_[0-9]{1,10})?")
 """A job, or one task of an array: `JobFacts.target`."""
+DEPENDENCY = re.compile(r"[A-Za-z0-9_:+*,]{1,4096}")
 WORK_DIR = "|//|"
 """Stands before a job's working directory, in whose path it cannot be, as a `|` can."""
 
@@ -73,6 +74,11 @@ def list_nodes(partition: str) -> list[str]:
 def list_jobs() -> list[str]:
     """Lists one line for each of our unfinished jobs: its name, number, command and working directory."""
     return ["squeue", "--me", "--all", "--noheader", f"--format=%i|%A|%o{WORK_DIR}%Z"]
+
+
+def list_dependencies() -> list[str]:
+    """Lists one line for each of our waiting jobs: number, what it still waits for, command."""
+    return ["squeue", "--me", "--all", "--noheader", "--states=PENDING", "--format=%A|%E|%o"]
 
 
 def sbatch_help() -> list[str]:
@@ -139,6 +145,16 @@ def update_excluded(job: str, nodes: str) -> list[str]:
         f"JobId={_checked(JOB, job)}",
         # Taken for a job that is COMPLETING, too (22.05.8): the exclusion is set after the requeue.
         f"ExcNodeList={_checked(NODE_LIST, nodes) if nodes else ''}",
+    ]
+
+
+def update_dependency(job: str, dependency: str) -> list[str]:
+    """Sets what a waiting job waits for."""
+    return [
+        "scontrol",
+        "update",
+        f"JobId={_checked(JOB, job)}",
+        f"Dependency={_checked(DEPENDENCY, dependency)}",
     ]
 
 

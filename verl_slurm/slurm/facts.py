@@ -76,6 +76,8 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     work_dir: str | None = None
     excluded: str | None = None
     """Nodes that it avoids, in Slurm's bracket form."""
+    dependency: str | None = None
+    """What it still waits for: `afterany:18(unfulfilled),singleton(unfulfilled)`."""
     array_task: str | None = None
     """`12_3`: the third task of array 12."""
     failed_node: str | None = None

@@ -52,6 +52,16 @@ def parse_own_jobs(text: str) -> list[tuple[str, str, str]]:
     return sorted(jobs, key=lambda job: int(job[0]))
 
 
+def parse_dependencies(text: str) -> list[tuple[int, str, str]]:
+    """Parses lines of `commands.list_dependencies`: (number, dependency, command) of the jobs that have one."""
+    rows = [line.strip().split("|", 2) for line in text.splitlines()]
+    return [
+        (int(row[0]), row[1], row[2])
+        for row in rows
+        if len(row) == 3 and row[0].isascii() and row[0].isdigit() and row[1] not in _NOTHING
+    ]
+
+
 def parse_states(text: str) -> dict[int, tuple[str, str, str, str]]:
     """Parses lines of `commands.list_states`: number to (state, reason, command, working directory).
 
@@ -178,6 +188,7 @@ def _job(fields: dict[str, str]) -> JobFacts:
         command=_optional(fields.get("Command", "")),
         work_dir=_optional(fields.get("WorkDir", "")),
         excluded=_optional(fields.get("ExcNodeList", "")),
+        dependency=_optional(fields.get("Dependency", "")),
         failed_node=_optional(fields.get("FailedNode", "")),
         expedited=fields.get("ExpeditedRequeue") == "Yes",
         array_task=_array_task(fields),

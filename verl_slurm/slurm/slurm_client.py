@@ -203,6 +203,11 @@ class SlurmClient:
         """Returns the newest unfinished job of ours with this batch script; empty if there is none. Raises as `job`."""
         return next((number for number, run, _ in reversed(await self.own_jobs()) if run == script), "")
 
+    async def dependencies(self) -> list[tuple[int, str, str]]:
+        """Returns (number, dependency, command) of each of our jobs that waits for another. Raises as `job`."""
+        text = await self._ask(commands.list_dependencies(), "Slurm does not list jobs", None)
+        return parse.parse_dependencies(text)
+
     async def states(self, users: Iterable[int]) -> dict[int, tuple[str, str, str, str]]:
         """Returns (state, reason, command, working directory) of each unfinished job of these users (uids).
 
@@ -281,13 +286,7 @@ class SlurmClient:
         # Asked for its target: the number of one task of an array stands for the whole array.
         job = await self.job(job_id)
         done = await self.run(commands.cancel(job.target))
-        if done.exit_code != 0 and not is_answer(done):
-            raise SlurmMissing(
-                "Slurm does not answer",
-                where=f"scancel {job.target}",
-                found=slurm_words(done.stderr) or f"exit code {done.exit_code}",
-                remedy="see whether slurmctld is up: scontrol ping",
-            )
+        _require_answer(done, f"scancel {job.target}")
         if done.exit_code != 0 or "error" in done.stderr.lower():
             raise SlurmRefused(
                 "Slurm did not cancel the job",
@@ -295,6 +294,15 @@ class SlurmClient:
                 found=slurm_words(done.stderr),
                 remedy="squeue --me lists your jobs",
             )
+
+    async def set_dependency(self, job_id: int, dependency: str) -> None:
+        """Sets what a waiting job waits for. Raises SlurmRefused: Slurm said no. SlurmMissing: no answer."""
+        argv = commands.update_dependency(str(job_id), dependency)
+        done = await self.run(argv)
+        _require_answer(done, " ".join(argv))
+        if done.exit_code != 0:
+            found = slurm_words(done.stderr)
+            raise SlurmRefused("Slurm did not take the dependency", where=job_id, found=found)
 
     async def signal_batch(self, job_id: int, signal: str) -> None:
         """Signals a running job's batch process, e.g. with `USR1`.
@@ -443,6 +451,17 @@ class SlurmClient:
         if facts is None or facts.restarts <= own_restarts:
             return RequeueOutcome(kind="unconfirmed", detail=said or "Restarts did not rise")
         return RequeueOutcome(kind=kind, detail=_shown(facts, said), start_time=facts.eligible_time)
+
+
+def _require_answer(done: Completed, asked: str) -> None:
+    """Raises SlurmMissing: a command that changes something failed without slurmctld's word."""
+    if done.exit_code != 0 and not is_answer(done):
+        raise SlurmMissing(
+            "Slurm does not answer",
+            where=asked,
+            found=slurm_words(done.stderr) or f"exit code {done.exit_code}",
+            remedy="see whether slurmctld is up: scontrol ping",
+        )
 
 
 def _shown(facts: JobFacts, said: str) -> str:

@@ -95,6 +95,8 @@ class ServiceLost(_Event, frozen=True):
     """A service that the run needs cannot be started again."""
 
     detail: str
+    environment: bool = False
+    """A host of it has not come, as in `NodeFailed`."""
 
 
 class RankSaid(_Event, frozen=True):
@@ -109,7 +111,7 @@ class NodeFailed(_Event, frozen=True):
     lost: bool = False
     """The agent itself is gone, so nothing is known about the node."""
     environment: bool = False
-    """No agent came, because Slurm was away: nothing of the run has failed."""
+    """Agents have not come, by no fault of theirs: Slurm or a node was away, and nothing of the run has failed."""
 
 
 class StrangerFound(_Event, frozen=True):

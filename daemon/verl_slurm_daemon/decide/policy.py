@@ -74,11 +74,12 @@ def _decide(model: Model, event: inputs.Input) -> Decision:
             return _on_cause(msgspec.structs.replace(model, asking=False), event)
         case inputs.LeaveNode():
             return _on_leave_node(model, event)
-        case inputs.ServiceLost(detail):
+        case inputs.ServiceLost(detail, environment):
             # Without ranks there is nothing to save: as if they could not start. A save is not given up for it.
             if model.state is State.RUNNING:
                 return _act_on_cause(model, inputs.CauseKnown("service", detail, None))
-            return _on_failure(model, detail) if model.state is State.LAUNCHING else Decision(model)
+            kind: FailureKind = "environment" if environment else "crash"
+            return _on_failure(model, detail, kind) if model.state is State.LAUNCHING else Decision(model)
         case inputs.RankSaid(message):
             return _on_rank(model, message)
         case inputs.NodeFailed(node, detail, lost, environment):
@@ -87,7 +88,7 @@ def _decide(model: Model, event: inputs.Input) -> Decision:
             spared = model.without(node) if lost else model
             if spared != model:
                 return _on_explained(spared, told, "node", node)
-            kind: FailureKind = "node" if lost else "environment" if environment else "crash"
+            kind = "environment" if environment else "node" if lost else "crash"
             return _on_failure(model, told, kind, node)
         case inputs.StrangerFound(node, detail):
             return _on_explained(model, detail, "stranger", node)

@@ -8,7 +8,9 @@ import signal
 import stat
 from collections.abc import Collection, Sequence
 
+from verl_slurm.base.errors import NOT_SET_UP
 from verl_slurm.journal.events import Stacks
+from verl_slurm.slurm.commands import NAME
 from verl_slurm.wire.messages import AgentReady, DumpStacks, Shutdown, StacksWritten
 from verl_slurm_daemon.allocation.contract import StepPlacement
 from verl_slurm_daemon.decide import inputs
@@ -29,6 +31,9 @@ _STEP_ENDS_S = 2.0
 _OF_SLURM = re.compile(r"(?:\[[^]]*\] )?(?:slurmstepd|srun)(?:-\S+)?: error: (?!write\(shepherd)(.{1,300})")
 _OF_RESTART = re.compile(r" verl-slurm\[\d+\] (?:!! )?restart ")  # `journal.log_line`
 _OF_MEMORY = re.compile(r"exceeded memory limit|oom.kill|out of memory", re.IGNORECASE)
+# Of srun, whose other lines follow from it: the running agents are ended because of it.
+_OF_LAUNCH = re.compile(rf"Task launch for .{{1,60}} failed on node ({NAME.pattern}): ")
+_OF_EXIT = re.compile(rf"({NAME.pattern}|\S+\[\S+\]): tasks? \S+: Exited with exit code")
 _MOST_BYTES, _MOST_WORDS = 1 << 16, 3
 
 
@@ -174,32 +179,39 @@ class Step:
     async def why_lost(self, node: str, lost: Collection[str]) -> inputs.NodeFailed | inputs.CauseKnown:
         """Returns what it means that a node's agent is gone without a word. `lost`: nodes lost before."""
         # srun ends the running agents if a node cannot be reached (24.11). Then nothing speaks against the agent's own.
-        fell = await self._fell()
+        fell, lines = await self._fell(), await self._lines_of_slurm()
+        if not self.all_ready.is_set() and any(map(_OF_LAUNCH.search, lines)):
+            fell = fell or self.missing  # srun may take half a minute to end after it
+        words = "; ".join(lines[-_MOST_WORDS:])
+        if _OF_MEMORY.search(words):
+            # Every node of this kind would do the same, so none is avoided.
+            ways = "give it more memory (slurm.mem_mb_per_node), or let the ranks need less"
+            return inputs.NodeFailed(node, f"its agent was killed for lack of memory: {words}; {ways}")
         if not fell:
-            words = await self._words_of_slurm()
-            if _OF_MEMORY.search(words):
-                # Every node of this kind would do the same, so none is avoided.
-                ways = "give it more memory (slurm.mem_mb_per_node), or let the ranks need less"
-                return inputs.NodeFailed(node, f"its agent was killed for lack of memory: {words}; {ways}")
             detail = f"the agent is gone: {words}" if words else "the agent is gone without a word"
             return inputs.NodeFailed(node, detail, lost=True)
         absent = [name for name in self.places.chosen if name not in self.ready]
         # It was tried for want of a spare one. With --no-kill, Slurm leaves the end of such a job to us.
         if set(absent) & set(lost):
             return inputs.CauseKnown("failed", f"no spare node is left for {', '.join(absent)}: {fell}", None)
-        return inputs.NodeFailed(absent[0] if absent else "", fell, lost=True)
+        return why_absent(fell, lines, self.ready, absent)
 
-    async def _words_of_slurm(self) -> str:
-        """Returns what slurmstepd and srun have written to the job's log since the restart, the last of it."""
+    async def why_absent(self, how: str) -> inputs.NodeFailed:
+        """Returns what it means that agents have not come. `how`: they have not, for people."""
+        absent = [name for name in self.places.chosen if name not in self.ready]
+        return why_absent(how, await self._lines_of_slurm(), self.ready, absent)
+
+    @property
+    def missing(self) -> str:
+        """Returns how many agents have not come, for people."""
+        return f"{self._wanted - len(self.ready)} of {self._wanted} agents had not come"
+
+    async def _lines_of_slurm(self) -> list[str]:
         # If the agents were all that kept srun, its words are there when it has ended.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_SRUN_ENDS_S):
                 await asyncio.gather(*(process.wait() for process in self.processes))
-        # The log may lie on storage that does not answer.
-        with contextlib.suppress(TimeoutError, OSError):
-            async with asyncio.timeout(_STEP_ENDS_S):
-                return "; ".join((await asyncio.to_thread(_slurms_lines))[-_MOST_WORDS:])
-        return ""
+        return await slurms_lines()
 
     async def _fell(self) -> str:
         """Returns how the step ended, if it did not come up as a whole."""
@@ -208,8 +220,7 @@ class Step:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STEP_ENDS_S):
                 await self.wait()
-        absent = self._wanted - len(self.ready)
-        return f"the step ended while {absent} of {self._wanted} agents had not come" if self.is_over else ""
+        return f"the step ended while {self.missing}" if self.is_over else ""
 
     async def last_words(self) -> None:
         """Reads what the agents have sent before their end: it is still in the sockets. Then closes the links."""
@@ -221,7 +232,40 @@ class Step:
         self.store.close()
 
 
-def _slurms_lines() -> list[str]:
+def why_absent(
+    how: str, lines: Sequence[str], came: Collection[str], absent: Sequence[str] = ()
+) -> inputs.NodeFailed:
+    """Returns what it means that processes of a step have not come: the environment's fault, or their own. Pure.
+
+    Args:
+        how: they have not, for people.
+        lines: Slurm's (`slurms_lines`).
+        came: the nodes of those that have.
+        absent: the nodes of the others, where a step has chosen its nodes.
+    """
+    launch = [match for line in lines if (match := _OF_LAUNCH.search(line))]
+    exits = [match for line in lines if (match := _OF_EXIT.search(line)) and match[1] not in came]
+    words = "; ".join([match.string for match in launch[:_MOST_WORDS]] or lines[-_MOST_WORDS:])
+    detail = f"{how}: {words}" if words else how
+    # All are one program: where one has come, or Slurm has started none, the fault is not the program's. Else it may
+    # be, until ranks have trained.
+    if exits and not launch and not came:
+        return inputs.NodeFailed("", f"{NOT_SET_UP}: {detail}")
+    named = [match[1] for match in (*launch, *exits) if NAME.fullmatch(match[1])]
+    node = next(iter((*named, *(absent if came else ()))), "")
+    return inputs.NodeFailed(node, detail, lost=True, environment=True)
+
+
+async def slurms_lines() -> list[str]:
+    """Returns what slurmstepd and srun have written to the job's log since the restart, as far as it can be read."""
+    # The log may lie on storage that does not answer.
+    with contextlib.suppress(TimeoutError, OSError):
+        async with asyncio.timeout(_STEP_ENDS_S):
+            return await asyncio.to_thread(_read_slurms_lines)
+    return []
+
+
+def _read_slurms_lines() -> list[str]:
     """Returns Slurm's lines in the job's log, which is our stderr; none if that is no file. Raises OSError."""
     info = os.fstat(2)
     if not stat.S_ISREG(info.st_mode):

@@ -45,9 +45,6 @@ from verl_slurm_daemon.lead.service_hosts import Services
 from verl_slurm_daemon.lead.standby_agents import AGENTS_READY_S, Standby, watch_growth
 from verl_slurm_daemon.link.channel import AgentLink, Refusals, serve
 
-_SRUN_TRIES_S = 5.0
-"""For so long srun tries to reach slurmctld before it gives up; a refusal comes at once."""
-
 
 @dataclass
 class _Agent:
@@ -146,7 +143,7 @@ class Restarts:
         if not isinstance(point, ResumePoint):
             attempt.post(point)
             return
-        step, began = self.step, time.monotonic()
+        step = self.step
         # A take-down that came during `_begin` found no step to end.
         if step.leaving.is_set():
             attempt.spawn(self.take_down())
@@ -156,25 +153,15 @@ class Restarts:
         watch = asyncio.create_task(self._watch_pace(number))
         code = await step.wait()
         watch.cancel()
-        if code and not step.ready and not step.leaving.is_set() and await self._is_slurms_fault(began):
-            detail = f"the step ended with {code} before any agent came: Slurm was away"
-            attempt.post(inputs.NodeFailed("", detail, environment=True))
+        # Without Slurm, an agent that ends has failed by itself.
+        if code and not (step.ready or step.leaving.is_set()) and attempt.allocation.cluster == "slurm":
+            attempt.post(await step.why_absent(f"the step ended with {code} before any agent came"))
         # srun may have died alone: no rank may survive into the next restart
         step.shut_down()
         await step.last_words()
         # Last: `Finished` and `RankSaved` of these messages come before it, or a run that is done would count as a
         # crash.
         attempt.post(inputs.RanksEnded(code))
-
-    async def _is_slurms_fault(self, began: float) -> bool:
-        """Returns whether slurmctld was away, judged by srun, which ended or waits and has started no agent."""
-        if self._attempt.allocation.cluster != "slurm":
-            return False
-        # It tries for some seconds to reach slurmctld, which may answer again by now.
-        return (
-            time.monotonic() - began > _SRUN_TRIES_S
-            or not (await self._attempt.allocation.outlook()).answered
-        )
 
     async def _begin(self, number: int) -> ResumePoint | inputs.RanksEnded | inputs.AllDone:
         """Chooses the resume point and starts the step with the agents, or returns why it was not started."""
@@ -262,12 +249,9 @@ class Restarts:
                 return
             if step.all_ready.is_set():
                 break
-            if step.ready or not await self._is_slurms_fault(began):
-                attempt.post(inputs.StartTimedOut(restart))
-                return
-            if (await attempt.allocation.outlook()).answered:
-                detail = f"no agent came in {time.monotonic() - began:.0f} s: Slurm was away"
-                attempt.post(inputs.NodeFailed("", detail, environment=True))
+            if step.ready or (await attempt.allocation.outlook()).answered:
+                how = f"{step.missing} after {time.monotonic() - began:.0f} s"
+                attempt.post(await step.why_absent(how))
                 return
             attempt.journal.write(
                 ev.Warned("start", "Slurm does not answer: the start of the agents waits for it")
@@ -319,7 +303,7 @@ class Restarts:
             if self.standby.is_of(step):
                 attempt.spawn(self.standby.lose(node, f"node {node}: its agent is gone"))
             return
-        # A link that ends before `AgentReady` names no node; `StartTimedOut` then reports what is missing. A node that
+        # A link that ends before `AgentReady` names no node; `why_absent` then reports what is missing. A node that
         # was left out is not counted on.
         if node and not agent.said_goodbye and step.links.get(node) is link:
             attempt.post(await step.why_lost(node, self._lost))

@@ -14,7 +14,7 @@ from verl_slurm.journal import events as ev
 from verl_slurm.wire.messages import ServiceSaid, Shutdown
 from verl_slurm_daemon.allocation.launcher import daemon_argv
 from verl_slurm_daemon.decide import inputs
-from verl_slurm_daemon.lead.agents_step import end_step
+from verl_slurm_daemon.lead.agents_step import end_step, slurms_lines, why_absent
 from verl_slurm_daemon.lead.attempt import Attempt
 from verl_slurm_daemon.link.channel import AgentLink
 
@@ -96,9 +96,18 @@ class Services:
         await asyncio.wait(ends, timeout=HOSTS_COME_S)
         if len(service.addresses) < service.count and not all(end.done() for end in ends):
             missing = service.count - len(service.addresses)
-            self._fail(service, "", f"{missing} of {service.count} hosts did not come in {HOSTS_COME_S:g} s")
+            how = f"{missing} of {service.count} hosts did not come in {HOSTS_COME_S:g} s"
+            await self._fail_absent(service, how)
         codes = await asyncio.gather(*ends)
-        self._fail(service, "", f"its host ended with {max(codes, key=abs)}")
+        await self._fail_absent(service, f"its host ended with {max(codes, key=abs)}")
+
+    async def _fail_absent(self, service: _Service, how: str) -> None:
+        absent = len(service.addresses) < service.count and self._attempt.allocation.cluster == "slurm"
+        if not absent or service.failed:
+            self._fail(service, "", how)
+            return
+        why = why_absent(how, await slurms_lines(), tuple(service.addresses.values()))
+        self._fail(service, why.node, why.detail, environment=why.environment)
 
     def hear(self, message: ServiceSaid, link: AgentLink) -> None:
         """Takes a message of a host."""
@@ -138,7 +147,7 @@ class Services:
                 return True
         return False
 
-    def _fail(self, service: _Service, node: str, detail: str) -> None:
+    def _fail(self, service: _Service, node: str, detail: str, *, environment: bool = False) -> None:
         if service.failed or self._closing:
             return
         service.failed = True
@@ -148,7 +157,8 @@ class Services:
             link.send(Shutdown())
         if service.config.needed:
             where = f" on {node}" if node else ""
-            self._attempt.post(inputs.ServiceLost(f"service {service.name}{where}: {detail}"))
+            lost = inputs.ServiceLost(f"service {service.name}{where}: {detail}", environment)
+            self._attempt.post(lost)
         self._changed.set()
 
     async def _end(self, service: _Service) -> bool:
