@@ -30,6 +30,7 @@ from verl_slurm.checkpoint.store.commit import commit
 from verl_slurm.checkpoint.store.pruning import apply_prune
 from verl_slurm.checkpoint.store.scrub import scrub_one
 from verl_slurm.checkpoint.tiers.mover import sync
+from verl_slurm.config.load import load_resolved
 from verl_slurm.config.schema import CheckpointConfig
 from verl_slurm.runtime_state.segment import HEAD_BYTES
 
@@ -316,6 +317,7 @@ def test_a_newest_that_only_a_tier_has_is_brought_back_over_an_older_one(archive
 
 def test_a_newest_that_no_tier_gives_back_is_missed(archived: RunPaths, tmp_path: Path) -> None:
     save(archived, 2)
+    assert sync(archived, load_resolved(archived.run_yaml)).ok
     append_event(archived, "verified", name="step_000004")
     for path in (tmp_path / "cold").rglob("step_000004"):
         shutil.rmtree(path)
@@ -369,8 +371,13 @@ def test_a_run_that_was_told_to_begin_from_nothing_is_not_brought_back(archived:
     assert find_resume_point(archived, None, 1, has_tiers=True).name == "step_000001"
 
 
-def test_a_run_is_not_begun_afresh_while_its_tier_is_away(archived: RunPaths, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mount_point", [False, True])
+def test_a_run_is_not_begun_afresh_while_its_tier_is_away(
+    archived: RunPaths, tmp_path: Path, mount_point: bool
+) -> None:
     (tmp_path / "cold").rename(tmp_path / "unmounted")
+    if mount_point:  # it stays, and is empty
+        (tmp_path / "cold").mkdir()
     with pytest.raises(OSError, match="does not answer"):  # waited for as storage is, and then held
         find_resume_point(archived, "auto", 1, has_tiers=True)
 

@@ -18,6 +18,8 @@ from verl_slurm_daemon.descendants import child_setup
 from verl_slurm_daemon.lead.attempt import Attempt
 
 _EVERY_S = 900.0
+# Of the child's last words: with its places and the next command, an error has some hundred characters.
+_SAID = 2000
 
 
 class TierMover:
@@ -72,7 +74,7 @@ class TierMover:
         _, said = await self._child.communicate()
         # A failed copy is in the journal already, and prints nothing here.
         if self._child.returncode and said:
-            self._journal.write(Tiers(said.decode("utf-8", "replace").strip()[-500:]))
+            self._journal.write(Tiers(said.decode("utf-8", "replace").strip()[-_SAID:]))
 
 
 def restore_newest(paths: RunPaths, only: str = "") -> None:
@@ -86,7 +88,7 @@ def restore_newest(paths: RunPaths, only: str = "") -> None:
         words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False
     )
     if done.returncode:
-        found = done.stderr.strip()[-500:]
+        found = done.stderr.strip()[-_SAID:]
         # The child limits its own time, by the bytes that it expects, and is ended by its alarm.
         if done.returncode == -signal.SIGALRM:
             found = "a tier did not give its bytes in time"
