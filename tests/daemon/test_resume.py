@@ -341,6 +341,53 @@ def test_a_tier_is_asked_for_a_newest_of_which_the_record_is_gone(
     assert find_resume_point(archived, "auto", 1, has_tiers=True).name == "step_000004"
 
 
+@pytest.fixture
+def put_back(run: RunPaths, tmp_path: Path) -> RunPaths:
+    """A copy of the run from its step 2, in its place; a tier has its step 6."""
+    private_dir(tmp_path / "cold")
+    config = write_config(run, root=tmp_path, tiers=(cold_tier(tmp_path / "cold"),))
+    run.run_id.write_text("0123456789abcdef\n")
+    for step in (2, 6):
+        save(run, step)
+        append_event(run, "verified", attempt=1, name=f"step_{step:06d}")
+        if step == 2:
+            shutil.copytree(run.root, tmp_path / "backup")
+    assert sync(run, config).ok
+    run.root.rename(tmp_path / "lost")
+    (tmp_path / "backup").rename(run.root)
+    return run
+
+
+def test_a_run_that_was_put_back_goes_on_from_what_its_tier_has_of_its_own_future(put_back: RunPaths) -> None:
+    assert sync(put_back, load_resolved(put_back.run_yaml)).ok  # the mover reads back what it meets there
+    point = find_resume_point(put_back, "auto", 1, has_tiers=True)
+    assert point.name == "step_000006"
+    assert (
+        "step_000006 is newer than step_000002, and the journal never told of it: "
+        "RUN was put back to a former copy" in point.reasons
+    )
+    assert read_back(put_back, point.name, 1).good
+
+
+def test_what_a_tier_has_of_a_path_that_the_user_left_is_not_brought_back(put_back: RunPaths) -> None:
+    append_event(put_back, "started", attempt=1)
+    ask_once(put_back)
+    assert find_resume_point(put_back, "step_000002", 1, has_tiers=True).name == "step_000002"
+    put_back.resume_once.unlink()
+    assert find_resume_point(put_back, "auto", 1, has_tiers=True).name == "step_000002"
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_start_asks_a_tier_for_what_nobody_misses_once_and_goes_on_without_it(
+    put_back: RunPaths, tmp_path: Path, in_place: bool
+) -> None:
+    if in_place:
+        append_event(put_back, "restart", attempt=1, number=0, resume="step_000002")
+    else:
+        (tmp_path / "cold").rename(tmp_path / "unmounted")
+    assert find_resume_point(put_back, "auto", 1, has_tiers=True).name == "step_000002"
+
+
 def _warned(run: RunPaths, name: str) -> list[str]:
     """What a start from there warns of."""
     point = ResumePoint(name, (), name)

@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 
+import msgspec
+
 from verl_slurm.base.errors import TierAway, TierError
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.journal.events import Tiers
@@ -77,13 +79,20 @@ class TierMover:
             self._journal.write(Tiers(said.decode("utf-8", "replace").strip()[-_SAID:]))
 
 
-def restore_newest(paths: RunPaths, only: str = "") -> None:
+def restore_newest(paths: RunPaths, only: str = "", above: str = "") -> str:
     """Brings the newest checkpoint of any tier into the run, or `only` this one. Blocks until that is done.
+    Returns its name; empty: no tier has one.
+
+    `above`: the run's own newest; one that is newer, and of which its journal never told, comes, too.
 
     Raises OSError: a tier that has one does not answer: it is storage, and is waited for. TierError: it sent
     something else.
     """
-    words = [*_command("restore", paths), *(("--name", only) if only else ())]
+    words = [
+        *_command("restore", paths),
+        *(("--name", only) if only else ()),
+        *(("--above", above) if above else ()),
+    ]
     done = subprocess.run(
         words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False
     )
@@ -92,10 +101,16 @@ def restore_newest(paths: RunPaths, only: str = "") -> None:
         # The child limits its own time, by the bytes that it expects, and is ended by its alarm.
         if done.returncode == -signal.SIGALRM:
             found = "a tier did not give its bytes in time"
+            # It did not even say what it has, and nothing tells that this is needed: no start waits for it.
+            if above and not only and not done.stdout:
+                raise TierError(
+                    "no tier said in time whether it has a newer checkpoint", expected=f"than {above}"
+                )
         if done.returncode in (TierAway.child_code, -signal.SIGALRM):
             raise OSError(errno.ETIMEDOUT, f"nothing could be brought back from the run's tiers: {found}")
         # Beginning afresh would throw away what is there.
         raise TierError("nothing could be brought back from the run's tiers", found=found)
+    return str(msgspec.json.decode(done.stdout.splitlines()[-1])["name"] or "") if done.stdout else ""
 
 
 def _command(what: str, paths: RunPaths) -> list[str]:

@@ -136,6 +136,14 @@ def newest_attempt(paths: RunPaths) -> int:
     return max(number for number in numbers if number < _NO_ATTEMPT)
 
 
+def parts_since(paths: RunPaths) -> int:
+    """Returns the first attempt whose copies elsewhere count: the user abandoned older ones on purpose."""
+    try:
+        return int(read_regular(paths.parts_since, SMALL))
+    except (FileNotFoundError, ValueError):
+        return 0
+
+
 def _checkpoints_by_run(paths: RunPaths) -> dict[str, str]:
     """Returns the newest checkpoint of each run whose checkpoints lie here, adopted ones apart; newest first."""
     found = dict[str, str]()
