@@ -30,28 +30,41 @@ class TierMover:
     def __init__(self, attempt: Attempt) -> None:
         self._paths, self._journal, config = attempt.paths, attempt.journal, attempt.config
         self._every_s = _EVERY_S if config.tiers else None
-        self._wanted = asyncio.Event()
+        self._wanted, self._idle = asyncio.Event(), asyncio.Event()
+        self._runs = False
         self._child: asyncio.subprocess.Process | None = None
 
     def wake(self) -> None:
         """Announces that there is something new to move."""
         self._wanted.set()
+        if self._runs:  # else nobody makes that pass
+            self._idle.clear()
+
+    @property
+    def idle(self) -> asyncio.Event:
+        """Set while no pass is due or under way."""
+        return self._idle
 
     async def run(self) -> None:
         """Runs until cancelled; cancelling also ends the child."""
         if self._every_s is None:
             return
+        self._runs = True
         try:
             while True:
                 # Before the pass: what is announced while it runs wakes the next one.
                 self._wanted.clear()
                 await self._pass()
+                if not self._wanted.is_set():
+                    self._idle.set()
                 try:
                     async with asyncio.timeout(self._every_s):
                         await self._wanted.wait()
                 except TimeoutError:
-                    continue
+                    self._idle.clear()
         finally:
+            self._runs = False
+            self._idle.set()
             self.interrupt()
 
     def interrupt(self) -> None:

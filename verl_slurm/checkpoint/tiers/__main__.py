@@ -1,4 +1,4 @@
-"""`python -m verl_slurm.checkpoint.tiers sync|restore --run RUN`, a child of the daemon. Its last line on stdout is JSON.
+"""`python -m verl_slurm.checkpoint.tiers sync|restore --run RUN`, a child of the daemon. Its last line of stdout: JSON.
 
 It is a process of its own, so that boto3 stays out of the daemon's memory and the process can be killed at any moment:
 an emergency save does not wait for an upload.
