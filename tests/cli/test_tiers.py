@@ -82,6 +82,19 @@ def test_a_tier_that_is_not_mounted_is_said_with_its_own_exit_code(cli: Cli, run
     )
 
 
+def test_a_run_that_is_over_is_shown_with_the_tier_that_lacks_its_last_checkpoint(
+    cli: Cli, run: RunPaths
+) -> None:
+    append_event(run, "submitted", cluster="local", job_id="local-1")
+    append_event(run, "started", attempt=1, job_id="local-1", cluster="local")
+    warned = f"WARNING, step_000010 is not whole in tier cold: verl-slurm tiers {run.root} --offload"
+    assert warned not in " ".join(cli("status", run.root).out.split())
+    append_event(run, "ended", attempt=1, job_id="local-1", exit_code=0)
+    assert warned in " ".join(cli("status", run.root).out.split())
+    assert cli("tiers", run.root, "--offload").code == ExitCode.OK
+    assert "WARNING" not in cli("status", run.root).out
+
+
 def test_what_no_tier_has_is_not_found(cli: Cli, run: RunPaths) -> None:
     result = cli("tiers", run.root, "--fetch-back")
     assert result.code == ExitCode.NOT_FOUND

@@ -2,15 +2,19 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+import os
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from verl_slurm_daemon.allocation.contract import Outlook
 from verl_slurm_daemon.allocation.local import LocalAllocation
-from verl_slurm_daemon.lead import attempt_start
+from verl_slurm_daemon.lead import attempt_start, lead_loop, tier_child
 from verl_slurm_daemon.lead.lead_loop import Lead
 
-from tests.builders import run_config
+from tests.builders import cold_tier, run_config, write_config
+from tests.checkpoint.conftest import manifest_of, owns_it, stage
 from tests.fakes.faulty_mount import faulty_mount
 from tests.journals import append_event, read_events
 from verl_slurm.base.errors import Fenced
@@ -18,6 +22,7 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.fence import RunOwner, take_attempt
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.store.commit import commit
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dataset.fingerprint.data_record import check_dataset
 from verl_slurm.journal.events import StartOverruled
@@ -98,6 +103,73 @@ def test_a_run_that_was_put_back_from_a_snapshot_gives_no_number_twice(paths: Ru
     config = RunConfig()
     asyncio.run(Lead(paths, config, OfACancelledJob(config, paths)).run())
     assert read_events(paths)[-1]["attempt"] == 3
+
+
+@pytest.fixture
+def done(paths: RunPaths, tmp_path: Path) -> RunConfig:
+    """Of a run that has done its two steps; the tier has nothing of it yet."""
+    (private_dir(tmp_path / "data") / "a.jsonl").write_text("{}\n")
+    check_dataset(paths, tmp_path / "data")
+    tier = cold_tier(private_dir(tmp_path / "cold"))
+    config = write_config(paths, root=tmp_path / "data", steps=2, tiers=(tier,))
+    staging = stage(paths, 2)
+    commit(staging, manifest_of(staging), attempt_check=owns_it)
+    return config
+
+
+def said_of_tiers(paths: RunPaths) -> list[str]:
+    kinds = {"notice": "text", "tiers": "detail", "tier_copied": "name"}
+    found = [event for event in read_events(paths) if event["event"] in kinds]
+    return [event[kinds[event["event"]]] for event in found if event.get("topic", "tiers") == "tiers"]
+
+
+class AsItIsDone(LocalAllocation):
+    """Calls `act` as the lead asks how long it may wait for the tiers."""
+
+    act: Callable[[], object | None]
+
+    async def outlook(self) -> Outlook:
+        if any(event["event"] == "done" for event in read_events(self._paths)):
+            self.act()
+        return await super().outlook()
+
+
+def of_pass(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """A shell's script in place of the mover's pass; `"$@"` is that pass. A start asks no tier."""
+    real = tier_child._command
+
+    def command(what: str, paths: RunPaths) -> list[str]:
+        return ["sh", "-c", script, "sh", *real(what, paths)] if what == "sync" else ["true"]
+
+    monkeypatch.setattr(tier_child, "_command", command)
+
+
+def test_a_run_that_is_done_waits_until_its_last_checkpoint_is_in_its_tier(
+    paths: RunPaths, done: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "go")
+    gate = os.open(tmp_path / "go", os.O_RDWR)
+    of_pass(monkeypatch, f'read go < {tmp_path}/go; exec "$@"')
+    allocation = AsItIsDone(done, paths)
+    allocation.act = lambda: os.write(gate, b"\n")
+    assert asyncio.run(Lead(paths, done, allocation).run()) is ExitCode.OK
+    os.close(gate)
+    assert said_of_tiers(paths)[-1] == "step_000002"
+
+
+@pytest.mark.parametrize("limit_s", [0.01, 600.0], ids=["limit", "signal"])
+def test_a_wait_for_a_tier_ends_at_its_limit_or_a_signal_and_says_what_is_missing(
+    paths: RunPaths, done: RunConfig, monkeypatch: pytest.MonkeyPatch, limit_s: float
+) -> None:
+    monkeypatch.setattr(lead_loop, "_LAST_PASS_S", limit_s)
+    of_pass(monkeypatch, "exec sleep 600")
+    allocation = AsItIsDone(done, paths)
+    allocation.act = (lambda: signal.raise_signal(signal.SIGTERM)) if limit_s > 1 else (lambda: None)
+    assert asyncio.run(Lead(paths, done, allocation).run()) is ExitCode.OK
+    assert said_of_tiers(paths) == [
+        f"step_000002 is not whole in tier cold: waits for it, {limit_s:.0f} s at most",
+        f"step_000002 is not whole in tier cold: verl-slurm tiers {paths.root} --offload",
+    ]
 
 
 @contextlib.contextmanager

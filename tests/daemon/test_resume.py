@@ -30,6 +30,7 @@ from verl_slurm.checkpoint.store.commit import commit
 from verl_slurm.checkpoint.store.pruning import apply_prune
 from verl_slurm.checkpoint.store.scrub import scrub_one
 from verl_slurm.checkpoint.tiers.mover import sync
+from verl_slurm.config.load import load_resolved
 from verl_slurm.config.schema import CheckpointConfig
 from verl_slurm.runtime_state.segment import HEAD_BYTES
 
@@ -316,6 +317,7 @@ def test_a_newest_that_only_a_tier_has_is_brought_back_over_an_older_one(archive
 
 def test_a_newest_that_no_tier_gives_back_is_missed(archived: RunPaths, tmp_path: Path) -> None:
     save(archived, 2)
+    assert sync(archived, load_resolved(archived.run_yaml)).ok
     append_event(archived, "verified", name="step_000004")
     for path in (tmp_path / "cold").rglob("step_000004"):
         shutil.rmtree(path)
@@ -337,6 +339,53 @@ def test_a_tier_is_asked_for_a_newest_of_which_the_record_is_gone(
         find_resume_point(archived, "auto", 1, has_tiers=True)
     (tmp_path / "unmounted").rename(tmp_path / "cold")
     assert find_resume_point(archived, "auto", 1, has_tiers=True).name == "step_000004"
+
+
+@pytest.fixture
+def put_back(run: RunPaths, tmp_path: Path) -> RunPaths:
+    """A copy of the run from its step 2, in its place; a tier has its step 6."""
+    private_dir(tmp_path / "cold")
+    config = write_config(run, root=tmp_path, tiers=(cold_tier(tmp_path / "cold"),))
+    run.run_id.write_text("0123456789abcdef\n")
+    for step in (2, 6):
+        save(run, step)
+        append_event(run, "verified", attempt=1, name=f"step_{step:06d}")
+        if step == 2:
+            shutil.copytree(run.root, tmp_path / "backup")
+    assert sync(run, config).ok
+    run.root.rename(tmp_path / "lost")
+    (tmp_path / "backup").rename(run.root)
+    return run
+
+
+def test_a_run_that_was_put_back_goes_on_from_what_its_tier_has_of_its_own_future(put_back: RunPaths) -> None:
+    assert sync(put_back, load_resolved(put_back.run_yaml)).ok  # the mover reads back what it meets there
+    point = find_resume_point(put_back, "auto", 1, has_tiers=True)
+    assert point.name == "step_000006"
+    assert (
+        "step_000006 is newer than step_000002, and the journal never told of it: "
+        "RUN was put back to a former copy" in point.reasons
+    )
+    assert read_back(put_back, point.name, 1).good
+
+
+def test_what_a_tier_has_of_a_path_that_the_user_left_is_not_brought_back(put_back: RunPaths) -> None:
+    append_event(put_back, "started", attempt=1)
+    ask_once(put_back)
+    assert find_resume_point(put_back, "step_000002", 1, has_tiers=True).name == "step_000002"
+    put_back.resume_once.unlink()
+    assert find_resume_point(put_back, "auto", 1, has_tiers=True).name == "step_000002"
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_start_asks_a_tier_for_what_nobody_misses_once_and_goes_on_without_it(
+    put_back: RunPaths, tmp_path: Path, in_place: bool
+) -> None:
+    if in_place:
+        append_event(put_back, "restart", attempt=1, number=0, resume="step_000002")
+    else:
+        (tmp_path / "cold").rename(tmp_path / "unmounted")
+    assert find_resume_point(put_back, "auto", 1, has_tiers=True).name == "step_000002"
 
 
 def _warned(run: RunPaths, name: str) -> list[str]:
@@ -369,8 +418,13 @@ def test_a_run_that_was_told_to_begin_from_nothing_is_not_brought_back(archived:
     assert find_resume_point(archived, None, 1, has_tiers=True).name == "step_000001"
 
 
-def test_a_run_is_not_begun_afresh_while_its_tier_is_away(archived: RunPaths, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mount_point", [False, True])
+def test_a_run_is_not_begun_afresh_while_its_tier_is_away(
+    archived: RunPaths, tmp_path: Path, mount_point: bool
+) -> None:
     (tmp_path / "cold").rename(tmp_path / "unmounted")
+    if mount_point:  # it stays, and is empty
+        (tmp_path / "cold").mkdir()
     with pytest.raises(OSError, match="does not answer"):  # waited for as storage is, and then held
         find_resume_point(archived, "auto", 1, has_tiers=True)
 

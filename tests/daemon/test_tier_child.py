@@ -10,7 +10,7 @@ from verl_slurm_daemon.lead.tier_child import TierMover
 
 from tests.fakes.allocation import first_attempt
 from tests.journals import read_events
-from verl_slurm.base.errors import TierAway
+from verl_slurm.base.errors import TierAway, TierError
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig, TierConfig
@@ -107,6 +107,17 @@ def test_a_tier_that_gives_no_bytes_is_waited_for_as_storage(
     monkeypatch.setattr(tier_child, "_command", lambda *_: ["sh", "-c", end])
     with pytest.raises(OSError, match="nothing could be brought back from the run's tiers"):
         tier_child.restore_newest(RunPaths(tmp_path))
+
+
+@pytest.mark.parametrize("fetching", [False, True])
+def test_a_tier_that_says_nothing_in_time_holds_up_no_start_that_has_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fetching: bool
+) -> None:
+    """Unless it has said that there is a newer one."""
+    said = "echo '{}';" * fetching
+    monkeypatch.setattr(tier_child, "_command", lambda *_: ["sh", "-c", f"{said} kill -ALRM $$"])
+    with pytest.raises(OSError if fetching else TierError, match="in time"):
+        tier_child.restore_newest(RunPaths(tmp_path), above="step_000002")
 
 
 def test_a_run_without_tiers_has_no_mover(tmp_path: Path) -> None:

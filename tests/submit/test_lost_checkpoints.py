@@ -31,6 +31,8 @@ from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.commit import commit
 from verl_slurm.checkpoint.store.run_config import note_trained_with
+from verl_slurm.checkpoint.tiers.mover import sync
+from verl_slurm.checkpoint.tiers.survey import open_tiers
 from verl_slurm.config.load import load_own, load_resolved
 from verl_slurm.dataset.fingerprint.data_record import Drift, fingerprint
 from verl_slurm.dataset.fingerprint.stored_tree import record_tree
@@ -146,6 +148,21 @@ def test_a_run_whose_checkpoints_are_gone_is_refused_and_keeps_its_configuration
         plan(run, "seed=77", begin_again=lambda _: True)
     found = resume_point.find_resume(run_config(tiers=(cold_tier(tmp_path / "cold"),)), run, [], None)
     assert "looks for one in the tiers, and ends with 17 without one" in found.note
+
+
+def test_a_run_that_was_put_back_is_told_what_its_tier_has_of_its_own_future(
+    run: RunPaths, tmp_path: Path
+) -> None:
+    config = run_config(tiers=(cold_tier(private_dir(tmp_path / "cold")),))
+    newer = save(run, 6)
+    assert sync(run, config, tiers=open_tiers(run, config)).ok
+    shutil.rmtree(newer)
+    found = resume_point.find_resume(config, run, [], None)
+    assert (found.name, found.note) == ("step_000002", "")  # copied from here: the journal tells of it
+    lines = [line for line in run.events.read_text().splitlines() if "step_000006" not in line]
+    run.events.write_text("".join(f"{line}\n" for line in lines))
+    found = resume_point.find_resume(config, run, [], None)
+    assert found.note.startswith("the next start takes step_000006 from tier cold, newer than step_000002: ")
 
 
 def test_a_run_begins_again_where_the_user_says_so(run: RunPaths) -> None:

@@ -365,6 +365,31 @@ def test_one_that_the_run_saves_while_it_is_fetched_is_not_set_aside(
     assert {path.name for path in paths.checkpoints.iterdir()} <= {final.name, "latest"}
 
 
+@pytest.mark.parametrize("bucket", [False, True])
+def test_a_tier_without_anything_that_it_had_is_away_until_its_record_is_removed(
+    paths: RunPaths, save: Save, cold: TierConfig, server: StandIn, bucket: bool
+) -> None:
+    """A mount point without its file system is a directory, and empty."""
+    save(10)
+    config = s3_config(server) if bucket else cold
+    tiers = opened(paths, config)
+    assert run_pass(paths, tiers).ok
+    copies_of(tiers[0]).remove("step_000010")
+    kept = save(20)
+    seen = run_pass(paths, tiers)
+    assert (seen.ok, seen.done) == (False, ())
+    state = seen.states[1]
+    assert "it is empty" in state.detail
+    assert "(expected step_000010)" in state.detail
+    assert f"rm {paths.tier_records} && verl-slurm tiers {paths.root} --offload" in state.detail
+    assert read_events(paths)[-1]["event"] == "tier_unreachable"
+    assert copies_of(tiers[0]).objects() == {}
+    assert verify(kept).ok
+    paths.tier_records.unlink()
+    assert run_pass(paths, tiers).ok
+    assert set(whole(tiers[0])) == {"step_000010", "step_000020"}
+
+
 def test_there_is_one_mover_a_run_except_where_the_file_system_has_no_locks(
     paths: RunPaths, nvme: TierConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

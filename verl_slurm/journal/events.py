@@ -496,7 +496,7 @@ class TierUnreachable(Event):
 
 
 class Tiers(Event):
-    """The process that moves checkpoints to tiers failed."""
+    """The process that moves checkpoints to tiers failed, or the run ended before its last one was there."""
 
     detail: str = ""
 

@@ -15,6 +15,7 @@ from verl_slurm.base.bounded import TooMuch
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.keys import load_keys
 from verl_slurm.base.one_line import shell_word
+from verl_slurm.checkpoint.store.lost import missing_in_tiers
 from verl_slurm.checkpoint.store.scrub import SETTLE_S, scrub_next
 from verl_slurm.journal import events as ev
 from verl_slurm.journal.files import read_history
@@ -61,6 +62,24 @@ class Effects:
         # The attempt is checked there: a newer one's address stays.
         with contextlib.suppress(TimeoutError):
             await answered(lambda: remove_lead_address(self.attempt.paths, self.attempt.number))
+
+    async def fill_tiers(self, name: str, limit_s: float, called: asyncio.Task[None]) -> None:
+        """Lets a pass over the tiers that is due or under way end, for `limit_s` or until `called`; says what is left.
+
+        `name`: of the run's last checkpoint.
+        """
+        attempt, idle = self.attempt, asyncio.create_task(self._mover.idle.wait())
+        missing = await asyncio.to_thread(missing_in_tiers, attempt.paths, attempt.config, name)
+        if missing and limit_s and not self._mover.idle.is_set():
+            # Services and what stands by are for ranks.
+            await self.restarts.end_all()
+            attempt.journal.write(ev.Notice("tiers", f"{missing}: waits for it, {limit_s:.0f} s at most"))
+            await asyncio.wait((idle, called), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            missing = await asyncio.to_thread(missing_in_tiers, attempt.paths, attempt.config, name)
+        idle.cancel()
+        if missing:
+            command = f"verl-slurm tiers {shell_word(attempt.paths.root)} --offload"
+            attempt.journal.write(ev.Tiers(f"{missing}: {command}"))
 
     def perform(self, action: act.Action) -> None:
         # Whatever takes time runs as a task and comes back as an event: the loop decides about the next one meanwhile.

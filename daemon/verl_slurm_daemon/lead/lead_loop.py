@@ -11,6 +11,7 @@ One attempt, in order:
 """
 
 import asyncio
+import math
 import os
 import signal
 import sys
@@ -60,6 +61,8 @@ if TYPE_CHECKING:
     from verl_slurm_daemon.lead.lead_metrics import LeadMetrics
 
 
+_LAST_PASS_S = 600.0
+"""Seconds, at most, for which a run that is done keeps its nodes until its last checkpoint is in its tiers."""
 _STATUS_EVERY_S = 1.0
 _FENCE_EVERY_S = 2.0
 _LOOK_AGAIN_S = 300.0
@@ -125,6 +128,8 @@ class Lead:
             if mine is not None:
                 await self._begins(mine, journal, effects)
             code, reason = await self._live(journal, effects)
+            if code is ExitCode.OK and self._config.tiers:
+                await self._fill_tiers(effects)
         except VerlSlurmError as error:
             code, reason = error.exit_code, str(error)
         finally:
@@ -306,6 +311,22 @@ class Lead:
             for task in tasks:
                 task.cancel()
         return effects.attempt.exit
+
+    async def _fill_tiers(self, effects: Effects) -> None:
+        """Waits for the last checkpoint's way to the tiers, as the run is done. A cancel, or any signal, ends it."""
+
+        async def signalled() -> None:
+            while not isinstance(await self._events.get(), inputs.SignalArrived):
+                pass
+
+        outlook, margin_s = await self._allocation.outlook(), self._config.daemon.save_margin_s
+        left = math.inf if outlook.seconds_left is None else outlook.seconds_left - margin_s
+        limit_s = 0.0 if outlook.preempted else max(0.0, min(_LAST_PASS_S, left))
+        called = asyncio.create_task(signalled())
+        try:
+            await effects.fill_tiers(self._status.last_checkpoint, limit_s, called)
+        finally:
+            called.cancel()
 
     async def _first_event(self, journal: Journal, effects: Effects) -> inputs.Input:
         if self._failed is not None:

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from verl_slurm.base.bounded import SMALL, read_regular
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.fence import require_attempt
 from verl_slurm.base.keys import Keyring, load_keys
@@ -18,6 +17,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.run_id import other_run
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.checkpoint.store.local_copy import assemble, list_parts, local_directory, send_home, this_node
+from verl_slurm.checkpoint.store.lost import parts_since
 from verl_slurm.config.load import load_resolved
 from verl_slurm.journal.events import SecondCopy
 from verl_slurm_daemon.allocation.contract import TooFewNodes
@@ -89,11 +89,3 @@ def left_behind(name: str, nodes: str) -> str:
     """Returns the message about a checkpoint that nodes outside this job hold alone, or have lost."""
     where = nodes or "other nodes"
     return f"{name} is on the disks of {where} alone, and did not come home: the run goes on without it"
-
-
-def parts_since(paths: RunPaths) -> int:
-    """Returns the first attempt whose parts count: the user abandoned older ones on purpose."""
-    try:
-        return int(read_regular(paths.parts_since, SMALL))
-    except (FileNotFoundError, ValueError):
-        return 0

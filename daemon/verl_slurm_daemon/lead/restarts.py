@@ -14,6 +14,7 @@ from functools import partial
 import msgspec
 
 from verl_slurm.base.errors import VerlSlurmError
+from verl_slurm.checkpoint.store.lost import parts_since
 from verl_slurm.checkpoint.store.run_config import note_trained_with, trained_with
 from verl_slurm.config.changes import refuse_changes
 from verl_slurm.config.elastic import on_nodes
@@ -30,7 +31,7 @@ from verl_slurm_daemon.decide import inputs
 from verl_slurm_daemon.lead.agents_step import Step
 from verl_slurm_daemon.lead.attempt import Attempt
 from verl_slurm_daemon.lead.attempt_start import ENVIRONMENT, failed_code, require_mounted, spoken
-from verl_slurm_daemon.lead.nodes_copies import bring_home, left_behind, parts_since
+from verl_slurm_daemon.lead.nodes_copies import bring_home, left_behind
 from verl_slurm_daemon.lead.pace_watch import PaceWatch
 from verl_slurm_daemon.lead.requeueing import places_seen, write_down
 from verl_slurm_daemon.lead.resume import (

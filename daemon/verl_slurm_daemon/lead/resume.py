@@ -164,8 +164,8 @@ def find_resume_point(
     is copied in first.
 
     If none of the run itself verifies and it has tiers, the newest one in the tiers is brought back; if only
-    its newest is lost, that one. This is not done if the run was told to begin from nothing and has saved
-    nothing since.
+    its newest is lost, that one; as an attempt begins, also one that is newer, and of which the journal never
+    told. This is not done if the run was told to begin from nothing and has saved nothing since.
 
     Raises KeyRefused: what is left to resume from needs a key that is not there. TierError: none that a tier
     has can be used. OSError: storage, or a tier, does not answer, or not with all bytes of the newest
@@ -190,7 +190,7 @@ def find_resume_point(
     if choice.name is not None:
         paths.from_nothing.unlink(missing_ok=True)
         if has_tiers and resume_from == "auto":
-            choice = _newer_from_tiers(paths, choice, checked)
+            choice = _newer_from_tiers(paths, choice, checked, attempt)
     elif resume_from is None:
         write_file(private_dir(paths.control, inside=paths.run) / paths.from_nothing.name, b"")
     elif has_tiers and not paths.from_nothing.exists():
@@ -219,17 +219,29 @@ def find_resume_point(
 
 
 def _newer_from_tiers(
-    paths: RunPaths, choice: ResumeChoice, verifier: Callable[[Path], Verdict]
+    paths: RunPaths, choice: ResumeChoice, verifier: Callable[[Path], Verdict], attempt: int
 ) -> ResumeChoice:
-    lost, _ = missing_checkpoint(paths, read_history(paths), choice.name or "")
-    if not lost or not may_be_in_tiers(paths, lost):
+    history, present = read_history(paths), choice.name or ""
+    lost, _ = missing_checkpoint(paths, history, present)
+    lost = lost if lost and may_be_in_tiers(paths, lost) else ""
+    # A former copy of RUN knows nothing of what came after it. Not at a restart in place, which is to be quick: RUN is
+    # what it was, or its attempt can save nothing any more.
+    is_first = history.restart is None or history.restart.attempt != attempt
+    if not (lost or is_first):
         return choice
     try:
-        restore_newest(paths, lost)
+        brought = restore_newest(paths, lost, above=present if is_first else "")
     except TierError as error:  # it answers, and has it no more: the older one is what is left
         return replace(choice, reasons=(*choice.reasons, error.one_line()))
+    if not brought:
+        return choice
+    told = ["asked the run's tiers"]
+    if brought != lost:
+        told.append(
+            f"{brought} is newer than {present}, and the journal never told of it: RUN was put back to a former copy"
+        )
     found = choose_resume(paths, "auto", verifier=verifier)
-    return replace(found, reasons=(*choice.reasons, "asked the run's tiers", *found.reasons))
+    return replace(found, reasons=(*choice.reasons, *told, *found.reasons))
 
 
 async def wait_for_checkpoints(

@@ -136,6 +136,14 @@ def newest_attempt(paths: RunPaths) -> int:
     return max(number for number in numbers if number < _NO_ATTEMPT)
 
 
+def parts_since(paths: RunPaths) -> int:
+    """Returns the first attempt whose copies elsewhere count: the user abandoned older ones on purpose."""
+    try:
+        return int(read_regular(paths.parts_since, SMALL))
+    except (FileNotFoundError, ValueError):
+        return 0
+
+
 def _checkpoints_by_run(paths: RunPaths) -> dict[str, str]:
     """Returns the newest checkpoint of each run whose checkpoints lie here, adopted ones apart; newest first."""
     found = dict[str, str]()
@@ -391,10 +399,33 @@ def may_be_in_tiers(paths: RunPaths, wanted: str) -> bool:
     )
 
 
-def _by_tier_records(paths: RunPaths, wanted: str) -> str:
+def missing_in_tiers(paths: RunPaths, config: RunConfig, name: str) -> str:
+    """Returns which tiers lack this checkpoint of the run, or were not read back with it; empty: none."""
+    if not (name and config.tiers):
+        return ""
+    try:
+        digest = read_manifest(paths.checkpoints / name).digest
+    except (OSError, VerlSlurmError):  # its own fault is told elsewhere
+        return ""
+    held = dict[str, dict[str, object]]()
+    with suppress(OSError, *UNREADABLE):  # without the record nothing was read back
+        held = _tier_records(paths)
+
+    def lacks(tier: str) -> bool:
+        record = held.get(tier, {}).get(name)
+        return not (isinstance(record, dict) and record.get("ok") and record.get("digest") == digest)
+
+    names = [tier.name for tier in config.tiers if lacks(tier.name)]
+    return f"{name} is not whole in tier {' and '.join(names)}" if names else ""
+
+
+def _tier_records(paths: RunPaths) -> dict[str, dict[str, object]]:
     data = read_regular(paths.tier_records, RECORD)
-    held = decode_json(data, dict[str, dict[str, dict[str, object]]], RECORD)
-    for tier, copies in held.get("tiers", {}).items():
+    return decode_json(data, dict[str, dict[str, dict[str, object]]], RECORD).get("tiers", {})
+
+
+def _by_tier_records(paths: RunPaths, wanted: str) -> str:
+    for tier, copies in _tier_records(paths).items():
         for name in sorted(copies, reverse=True):
             if checkpoint_order(name) is not None and wanted in ("", name):
                 return f"{name} was in tier {tier}"

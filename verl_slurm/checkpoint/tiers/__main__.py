@@ -1,4 +1,4 @@
-"""`python -m verl_slurm.checkpoint.tiers sync|restore --run RUN`, a child of the daemon. One JSON value on stdout.
+"""`python -m verl_slurm.checkpoint.tiers sync|restore --run RUN`, a child of the daemon. Its last line of stdout: JSON.
 
 It is a process of its own, so that boto3 stays out of the daemon's memory and the process can be killed at any moment:
 an emergency save does not wait for an upload.
@@ -21,6 +21,8 @@ from verl_slurm.config.load import load_resolved
 
 # Seconds until the content of the tiers must be known. Backends limit themselves; a mount or a plug-in may not.
 _SURVEY_S = 1800
+# The same where the run has a checkpoint, and a tier may have a newer one: no start waits longer for that.
+_ASK_S = 60
 
 
 def main(args: list[str] | None = None) -> int:
@@ -29,15 +31,22 @@ def main(args: list[str] | None = None) -> int:
     parser.add_argument("what", choices=("sync", "restore"), help="one pass; or the newest checkpoint back")
     parser.add_argument("--run", required=True, type=Path, help="the run's directory")
     parser.add_argument("--name", default="", help="of the checkpoint to restore")
+    parser.add_argument(
+        "--above", default="", help="the run's own newest: what is newer, and it does not know"
+    )
     chosen = parser.parse_args(args)
     paths = RunPaths(chosen.run.resolve())
     try:
         config = load_resolved(paths.run_yaml)
         if chosen.what == "restore":  # somebody waits for it: no low priority
             # Default action: the kernel ends this process, even inside a read that does not return.
-            signal.alarm(_SURVEY_S)
+            signal.alarm(_SURVEY_S if chosen.name or not chosen.above else _ASK_S)
             fetched = fetch_newest(
-                paths, config, only=chosen.name, on_limit=lambda seconds: _extend(seconds * len(config.tiers))
+                paths,
+                config,
+                only=chosen.name,
+                above=chosen.above,
+                on_limit=lambda seconds: _extend(seconds * len(config.tiers), chosen.above),
             )
             _say({"name": fetched.name, "reasons": fetched.reasons})
             return ExitCode.OK
@@ -53,7 +62,9 @@ def main(args: list[str] | None = None) -> int:
     return ExitCode.OK if done.ok else ExitCode.TIER
 
 
-def _extend(seconds: float) -> None:
+def _extend(seconds: float, above: str) -> None:
+    if above:  # whoever reads it knows by this line that there is one
+        _say({"name": None})
     signal.alarm(math.ceil(seconds))
 
 

@@ -9,7 +9,10 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
+
+import msgspec
 
 from verl_slurm.base.errors import (
     CheckpointCorrupt,
@@ -24,20 +27,31 @@ from verl_slurm.base.files import private_dir, rename
 from verl_slurm.base.keys import Keyring, load_keys
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.base.run_id import other_run
+from verl_slurm.base.run_id import is_adopted, known_run_id, other_run
 from verl_slurm.checkpoint.decide.storage import need_of_next
 from verl_slurm.checkpoint.format.info import Verdict
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.checkpoint.format.specification import missing_parts
 from verl_slurm.checkpoint.store.copies import DirectoryPlace
+from verl_slurm.checkpoint.store.lost import parts_since
 from verl_slurm.checkpoint.store.medium import room_for
 from verl_slurm.checkpoint.store.quarantine import move_to_quarantine, set_aside_copies
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.checkpoint.tiers.run_copies import RunCopies, copy_checkpoint
 from verl_slurm.checkpoint.tiers.survey import Memory, OpenTier, open_tiers
-from verl_slurm.checkpoint.tiers.tier_plan import TierState, newest_first
+from verl_slurm.checkpoint.tiers.tier_plan import TierCopy, TierState, newest_first
+from verl_slurm.config.checks.tiers import LOCAL_TIER
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.journal.events import TierCopied, TierFailed, TierFetched, TierRemoved
+from verl_slurm.journal.events import (
+    ForceResume,
+    Saved,
+    Started,
+    TierCopied,
+    TierFailed,
+    TierFetched,
+    TierRemoved,
+    Verified,
+)
 from verl_slurm.journal.files import append_event, read_events
 
 _FILES_AT_ONCE = 4
@@ -82,6 +96,7 @@ def fetch_newest(
     config: RunConfig,
     *,
     only: str = "",
+    above: str = "",
     tiers: Sequence[OpenTier] | None = None,
     on_limit: Callable[[float], None] = lambda seconds: None,
 ) -> Fetched:
@@ -89,6 +104,7 @@ def fetch_newest(
 
     Args:
         only: this checkpoint and no other.
+        above: the run's own newest: of others, what is newer, and `untold`, alone.
         on_limit: called before each checkpoint with the seconds that fetching and verifying it may take.
 
     Raises:
@@ -109,7 +125,11 @@ def fetch_newest(
     ]
     reasons += refused
     # Without tier 0: the caller found nothing there that verifies.
-    names, failure = [name for name in newest_first(states[1:]) if only in ("", name)], TierError
+    names, failure = newest_first(states[1:]), TierError
+    if only or above:
+        wanted = {only, *(untold(paths, states, above) if above else ())}
+        names = [name for name in names if name in wanted]
+    needed = bool(only or not above)  # without it the run loses what it had
     for name in names:
         # Twice the time of a fetch: what has arrived is read back from the disk as well.
         claimed = max(copy.num_bytes for state in states[1:] for copy in state.copies if copy.name == name)
@@ -124,7 +144,7 @@ def fetch_newest(
             continue
         reasons.append(_brought(name, tier))
         return Fetched(name=name, tier=tier, reasons=tuple(reasons))
-    for state in away:
+    for state in away if needed else ():
         # To start from nothing would throw its checkpoints away. One that never had any, as at a first start, does not
         # stop it.
         known = [name for name in _held(paths, memory, state.name) if only in ("", name)]
@@ -139,13 +159,63 @@ def fetch_newest(
                 f"{'NAME goes on from an older one' if only else 'null begins afresh'}",
             )
     # There were checkpoints: to begin afresh is the user's decision.
-    if names or refused:
+    if names or (refused and needed):
+        what, way = "no checkpoint is left in the run, and none in a tier", "begins afresh"
+        if above:
+            what, way = f"a tier has what the run lacks after {above}, and none of it", "goes on without it"
         raise failure(
-            "no checkpoint is left in the run, and none in a tier could be fetched",
+            f"{what} could be fetched",
             found=reasons[-1],
-            remedy="look at the tiers; checkpoint.resume_from=null begins afresh",
+            remedy=f"look at the tiers; checkpoint.resume_from={above or 'null'} {way}",
         )
     return Fetched(name=None, reasons=(*reasons, "no tier has a checkpoint of this run"))
+
+
+def untold(paths: RunPaths, states: Sequence[TierState], present: str) -> list[str]:
+    """Lists, newest first, what is newer than `present` in the tiers and was never told of in the run's journal.
+
+    Then RUN was put back to a former copy of itself. What the user left on purpose is not among it.
+    """
+    # By name, the attempts that saved it; None: any. A tier's copy that was read back there tells nothing of RUN.
+    told: dict[str, set[int | None]] = {}
+    since, left, fetched = parts_since(paths), "", (-1, -1)
+    for event in read_events(paths):
+        match event:
+            case Saved(name=name) | Verified(name=name):
+                told.setdefault(name, set()).add(event.attempt)
+            case TierCopied(name=name, source=source) if source == LOCAL_TIER:
+                told.setdefault(name, {None})
+            case TierFetched(name=name):  # and those before it, which the run then skips
+                fetched = max(fetched, checkpoint_order(name) or fetched)
+            case Started(attempt=attempt) if since and attempt == since:
+                left = event.time
+            case ForceResume(lost=lost) if lost:
+                left = event.time
+    lowest = max(checkpoint_order(present) or fetched, fetched)
+
+    def is_unknown(copy: TierCopy) -> bool:
+        known = told.get(copy.name, set()) & {copy.attempt, None} or is_adopted(paths, copy.digest)
+        # By the clock, too: an attempt of the lost history may bear the number of one that came after it.
+        abandoned = copy.attempt < since or (
+            left and copy.saved and copy.saved <= datetime.fromisoformat(left)
+        )
+        return copy.usable and (checkpoint_order(copy.name) or lowest) > lowest and not (known or abandoned)
+
+    names = {copy.name for state in states[1:] for copy in state.copies if is_unknown(copy)}
+    return [name for name in newest_first(states[1:]) if name in names]
+
+
+def newer_in_tiers(paths: RunPaths, config: RunConfig, present: str) -> tuple[str, str]:
+    """Returns what a start would bring home in place of `present` (`untold`), and from which tier; else two `""`."""
+    # As `survey.namesakes`: a bucket is asked by the start alone.
+    tiers = tuple(tier for tier in config.tiers if tier.path is not None)
+    if not tiers or not known_run_id(paths):
+        return "", ""
+    memory = Memory(paths, load_keys(config.checkpoint.encryption))
+    states = memory.survey(open_tiers(paths, msgspec.structs.replace(config, tiers=tiers)))
+    for name in untold(paths, states, present):
+        return name, next(s.name for s in states[1:] if any(c.name == name and c.usable for c in s.copies))
+    return "", ""
 
 
 def _held(paths: RunPaths, memory: Memory, tier: str) -> set[str]:

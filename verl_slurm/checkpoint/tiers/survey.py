@@ -1,8 +1,9 @@
 """Opens the tiers of a run, surveys their checkpoints for the planner, and remembers what was read back.
 
 `RUN/control/tiers.json` holds what was read back in which tier: `TierRecord` by tier and name. It is a memory of work
-done, never the truth: a record counts only while the tier's manifest is unchanged (`stamp`), and losing the file costs
-one reading of everything, nothing else.
+done, never the truth: a record counts only while the tier's manifest is unchanged (`stamp`). A tier that has none of
+the checkpoints that were good there counts as one that does not answer. Losing the file costs one reading of
+everything, and that.
 """
 
 import fcntl
@@ -24,6 +25,7 @@ from verl_slurm.base.errors import (
     CheckpointCorrupt,
     ConfigError,
     SchemaMismatch,
+    TierAway,
     TierError,
     VerlSlurmError,
 )
@@ -229,7 +231,9 @@ class Memory:
             problem, copies = tier.problem, tuple[TierCopy, ...]()
             if tier.copies is not None:
                 try:
-                    copies = tuple(self._copies(tier, tier.copies))
+                    found = tuple(self._copies(tier, tier.copies))
+                    self._require_known(tier, tier.copies, found)
+                    copies = found
                 # One tier's fault is its own: the others are surveyed, and the plan knows that this one may hold
                 # anything.
                 except (VerlSlurmError, OSError) as error:
@@ -245,6 +249,20 @@ class Memory:
                 )
             )
         return states
+
+    def _require_known(self, tier: OpenTier, copies: RunCopies, found: Sequence[TierCopy]) -> None:
+        """Raises TierAway: the tier has nothing of what was good there, as a mount point without its file system."""
+        # By name: the last of them leaves no tier (`tier_plan.py`, rule 1), and what an upload left is no sign of it.
+        had = {name for name, record in self.records.get(tier.config.name, {}).items() if record.ok}
+        if tier.config.name != LOCAL_TIER and had and not had & {copy.name for copy in found}:
+            offload = f"verl-slurm tiers {shell_word(self._paths.root)} --offload"
+            raise TierAway(
+                "it is empty: its file system is not mounted, or it was emptied",
+                where=tier.config.path or copies.prefix,
+                expected=max(had, key=lambda name: checkpoint_order(name) or (-1, -1)),
+                remedy="mount it; or, if it was emptied: "
+                f"rm {shell_word(self._paths.tier_records)} && {offload}",
+            )
 
     def _copies(self, tier: OpenTier, copies: RunCopies) -> Iterator[TierCopy]:
         if tier.config.name != LOCAL_TIER:

@@ -18,7 +18,7 @@ from verl_slurm.checkpoint.decide.best import Best, Rank, rank_best
 from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
-from verl_slurm.checkpoint.store.lost import former_checkpoint, gone_back, lost_rollouts
+from verl_slurm.checkpoint.store.lost import former_checkpoint, gone_back, lost_rollouts, missing_in_tiers
 from verl_slurm.cli.command_options import PLACE, RUN, Whole, command, option
 from verl_slurm.cli.show import render, run_tables, story
 from verl_slurm.cli.show.render import ago, span
@@ -352,6 +352,10 @@ def _checkpoint_words(run: RunPaths, facts: dict[str, Any], history: History) ->
     with suppress(OSError, VerlSlurmError):
         if lost := gone_back(run, history, checkpoint["name"], load_resolved(run.run_yaml)):
             return f"{words}; WARNING, {lost}"
+        # While it lives, its mover is at work.
+        missing = facts["outcome"] and missing_in_tiers(run, load_resolved(run.run_yaml), checkpoint["name"])
+        if missing:
+            return f"{words}; WARNING, {missing}: verl-slurm tiers {shell_word(run.root)} --offload"
     return words
 
 

@@ -30,6 +30,7 @@ from verl_slurm.checkpoint.store.lost import (
 )
 from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
+from verl_slurm.checkpoint.tiers.fetch import newer_in_tiers
 from verl_slurm.config.load import load_resolved
 from verl_slurm.config.reward_spec import parse_reward, source_file
 from verl_slurm.config.schema import BUILTIN, RunConfig
@@ -41,6 +42,7 @@ from verl_slurm.wire.reward_plan import read_reward_plan
 
 # Bytes of checkpoints that `submit` reads: seconds. The lead reads each byte in any case.
 _MOST_READ = 1 << 30
+_FORMER = "the journal never told of it, so the run directory was put back to a former copy of itself"
 
 
 class ResumeFound(msgspec.Struct, frozen=True):
@@ -276,6 +278,14 @@ def _digest(checkpoint: Path) -> str:
 
 def _again(config: RunConfig, paths: RunPaths, name: str, damaged: str = "") -> str:
     """Returns what a start from checkpoint `name` does again; `damaged` is the verdict on a newer one."""
+    newer, tier = newer_in_tiers(paths, config, name) if name else ("", "")
+    if newer:
+        return "; ".join(
+            filter(
+                None,
+                (damaged, f"the next start takes {newer} from tier {tier}, newer than {name}: {_FORMER}"),
+            )
+        )
     history = read_history(paths)
     lost = gone_back(paths, history, name, config)
     if lost:  # later a copy is of no use any more
