@@ -34,6 +34,8 @@ _BY_HAND = "local-"
 
 # The number of a job or a process. `isdecimal` would accept the digits of all scripts.
 _JOB = re.compile(r"[0-9]{1,10}")
+# Seconds by which clocks may differ: what Slurm's munge allows.
+_CLOCKS_S = 300.0
 
 
 def job_number(job_id: str) -> int | None:
@@ -108,7 +110,7 @@ def job_state(paths: RunPaths, job: Submission) -> JobState:
             return JobState(state="UNKNOWN", over=False, detail=HIDDEN)
         # It forgets jobs that are over, after MinJobAge.
         return JobState(state="GONE", over=True, detail="Slurm has forgotten it")
-    if not may_be_of(paths.root, facts, queued_by_us=job.queued_by_us):
+    if not may_be_of(paths.root, facts, queued_by_us=job.queued_by_us, heard_at=job.heard_at):
         script = Path(facts.command or "")
         # This run, moved while its job lives; or another run, which was removed.
         if _OUR_SCRIPT.fullmatch(script.name) and not script.parent.exists():
@@ -224,13 +226,22 @@ def runs_here(root: Path, command: str, where: str | None) -> bool:
     return is_script_of(root, command) or _names(root, arguments, where)
 
 
-def may_be_of(root: Path, job: JobFacts, *, queued_by_us: bool) -> bool:
-    """Returns whether a job with this number can be the run's (`queued_by_us`: by `submit` or a lead)."""
+def may_be_of(root: Path, job: JobFacts, *, queued_by_us: bool, heard_at: float | None) -> bool:
+    """Returns whether a job with this number can be the run's.
+
+    `queued_by_us`: by `submit` or a lead. `heard_at`: the time of the run's newest event of that number.
+    """
     # On another cluster, and where a cluster's numbers begin anew, the number is another job's.
-    if job.command is None or runs_here(root, job.command, job.work_dir):
-        return True  # a site may hide it
-    # A script that somebody wrote by hand need not name the run.
-    return not queued_by_us and job.user_id == os.stat(root).st_uid
+    command = job.command or ""
+    if runs_here(root, command, job.work_dir):
+        return True
+    # `salloc` and `sbatch --wrap` have no script, and one that somebody wrote by hand need not name the run. What we
+    # queue has one in RUN/logs; here that is another RUN.
+    if queued_by_us or _OUR_SCRIPT.fullmatch(Path(command).name) or job.user_id != os.stat(root).st_uid:
+        return False
+    if heard_at is None or job.submit_time is None or job.restarts:
+        return True
+    return job.submit_time.timestamp() <= heard_at + _CLOCKS_S
 
 
 def _names(root: Path, words: Iterable[str], where: str | None) -> bool:
