@@ -55,6 +55,8 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
     way_on: str = ""
     """How a job goes on that stands until somebody acts; empty: it does not stand still. Also in `detail`."""
+    since: datetime | None = None
+    """When it last began to run; None: it waits, or leaves its nodes."""
     starts: datetime | None = None
     """When Slurm expects a job that waits to start; None: it does not say."""
     ends: datetime | None = None
@@ -124,8 +126,24 @@ def job_state(paths: RunPaths, job: Submission) -> JobState:
         waits=waits,
         detail="; ".join(filter(None, (facts.reason, facts.comment if waits else "", remedy))),
         way_on=remedy,
+        since=None if waits or facts.is_over or facts.state == "COMPLETING" else facts.start_time,
         starts=facts.start_time if waits else None,
         ends=facts.end_time if facts.is_running else None,
+    )
+
+
+def was_requeued(ended_at: float | None, state: JobState) -> bool:
+    """Returns whether a job whose end the journal has goes on all the same: somebody requeued it since. Pure."""
+    # For seconds to minutes after its end a job still runs, or completes; an allocation by hand outlives its lead.
+    again = state.since is not None and ended_at is not None and state.since.timestamp() > ended_at
+    return not state.over and (state.waits or again)
+
+
+def requeued_words(root: Path, job_id: str, outcome: str) -> str:
+    """Says of a job that `was_requeued` what happens now, and how it is ended. Pure."""
+    return (
+        f"job {job_id} was requeued after its end ({outcome}), by whom is not known, and trains when it starts; "
+        f"`verl-slurm cancel {shell_word(root)}` ends it"
     )
 
 
@@ -361,9 +379,8 @@ def _refuse_living_job(paths: RunPaths, history: History, job: Submission) -> No
         # submitit's local controller lives a moment longer than the end that its lead has recorded.
         settle(paths, job)
     state = job_state(paths, job)
-    # Slurm takes a moment to notice an end that the daemon has recorded already. But a job that waits again after its
-    # end was requeued by somebody.
-    if not state.over and not (ended and not state.waits):
+    # Slurm takes a moment to notice an end that the daemon has recorded already.
+    if not state.over and (not ended or was_requeued(history.last_of_job[job.job_id].at, state)):
         raise Fenced(
             "the run has a job already",
             where=paths.root,
