@@ -15,12 +15,12 @@ import pytest
 from tests.builders import owner
 from tests.journals import append_event
 from tests.many_runs import Kind, make_run
-from verl_slurm.base.errors import SlurmMissing
+from verl_slurm.base.errors import Fenced, SlurmMissing
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import birth_of
-from verl_slurm.runs.liveness import way_on
+from verl_slurm.runs.liveness import refuse_living, way_on
 from verl_slurm.runs.requests import cancel_run
 from verl_slurm.slurm.parse import parse_job
 
@@ -182,6 +182,51 @@ def test_a_job_that_is_over_by_slurm_goes_on_by_submit_whatever_the_journal_has(
     assert f"the job is over ({state}); see verl-slurm logs {run}; verl-slurm submit {run} goes on" in said
     assert "goes on by itself" not in said
     assert said.count("\nended") == 1
+
+
+@pytest.mark.parametrize("kind", ["cancelled", "failed"])
+def test_a_job_that_was_requeued_after_its_end_waits_by_every_command(
+    kind: Kind, cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", kind, job_id="1").root
+    job = re.sub("Command=.*", f"Command={run}/logs/1.sh", (GOLDEN / "pending.txt").read_text())
+    asked = on_a_cluster_with(job, tmp_path, monkeypatch)
+    (tmp_path / "bin/squeue").write_text(f"#!/bin/sh\necho '1|PENDING|BeginTime|{run}/logs/1.sh|//|/'\n")
+    end = "cancelled" if kind == "cancelled" else "failed with 22"
+    words = f"requeued after its end ({end}), by whom is not known, and trains when it starts"
+    said = cli("status", run).out
+    assert "1 (slurm): PENDING" in said
+    assert said.count("\nended") == said.count(words) == 1
+    assert f"verl-slurm submit {run}" not in said
+    listed = cli("list", tmp_path)
+    assert "queued" in listed.out
+    assert words in listed.err
+    for facts in (cli("status", run, "--json").json, *cli("list", tmp_path, "--json").json):
+        assert (facts["job_over"], facts["outcome"]) == (False, None)
+        assert words in facts["ended"]
+    with pytest.raises(Fenced, match="job 1, PENDING"):
+        refuse_living(RunPaths(run))
+    assert cli("cancel", run).code == 0
+    assert asked.read_text().split()[-1] == "1"
+
+
+@pytest.mark.parametrize("words", [["cancel"], ["requeue"]], ids=" ".join)
+def test_a_foreign_job_without_a_script_that_has_the_runs_number_is_left_alone(
+    words: list[str], cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`sbatch --wrap`, after slurmctld has lost its state: it was called the run's, and `scancel 1` proposed."""
+    run = make_run(tmp_path / "run", "running", job_id="1").root
+    job = re.sub("Command=.*", "Command=(null)", (GOLDEN / "running.txt").read_text())
+    asked = on_a_cluster_with(job, tmp_path, monkeypatch)
+    assert "the job is over (GONE)" in cli("status", run).out
+    refuse_living(RunPaths(run))
+    said = cli(*words, run)
+    assert said.code == ExitCode.SLURM_REFUSED
+    assert (
+        f"leave it: another job has its number, and the run's is over; `verl-slurm submit {run}`" in said.err
+    )
+    assert "scancel" not in said.err
+    assert not asked.exists()
 
 
 def test_a_local_run_is_told_nothing_of_a_slurm_that_is_away(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,30 @@ def test_a_job_that_ends_before_submit_says_its_word_has_ended_with_its_own_code
     assert [type(event).__name__ for event in told] == ["Started", "Ended", "Submitted"]
 
 
+@contextmanager
+def silent(*_: object) -> Iterator[Callable[[float], bool]]:
+    yield lambda patience_s: False
+
+
+def test_a_job_that_was_requeued_after_its_end_is_followed_and_one_that_lingers_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths, told = make_run(tmp_path / "a", "failed", job_id="1"), list[Event]()
+    monkeypatch.setattr(follow, "watched", silent)
+    lingers = JobState(state="RUNNING", over=False, since=datetime(2026, 11, 1, tzinfo=UTC))
+    waits = JobState(state="PENDING", over=False, waits=True)
+    for last, code in ((lingers, ExitCode.CRASHED), (JobState(state="CANCELLED", over=True), 23)):
+        answers = iter([lingers] if last is lingers else [waits, waits, last])
+        monkeypatch.setattr(follow, "job_state", lambda *_, answers=answers: next(answers))
+        told.clear()
+        assert follow_run(paths, 0, told.append) == code
+        assert next(answers, None) is None
+        assert any(isinstance(event, Gone) for event in told) == (last is not lingers)
+    [warned] = (event.text for event in told if isinstance(event, Warned))
+    assert "job 1 was requeued after its end (failed with 22)" in warned
+    assert f"`verl-slurm cancel {paths.root}` ends it" in warned
+
+
 def test_a_job_that_stands_until_somebody_acts_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,11 +122,6 @@ def test_a_job_that_stands_until_somebody_acts_is_told_once(
     hidden = JobState(state="UNKNOWN", over=False, detail="Slurm shows you no jobs of other users")
     over = JobState(state="CANCELLED", over=True)
     answers, told = iter([waits, hidden, held, held, limit, waits, over]), list[Event]()
-
-    @contextmanager
-    def silent(*_: object) -> Iterator[Callable[[float], bool]]:
-        yield lambda patience_s: False
-
     monkeypatch.setattr(follow, "watched", silent)
     monkeypatch.setattr(follow, "job_state", lambda *_: next(answers))
     follow_run(paths, paths.events.stat().st_size, told.append)

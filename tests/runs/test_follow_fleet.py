@@ -10,7 +10,9 @@ import pytest
 
 from tests.journals import append_event, make_event
 from tests.many_runs import make_run
+from verl_slurm.base.errors import SlurmMissing
 from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.journal.events import Event, kind_of
 from verl_slurm.runs import follow as fleet_follow
@@ -136,6 +138,46 @@ def test_a_run_whose_job_is_held_is_told_once(
     alive[1] = ("PENDING", "JobHeldUser", "", "")
     _, told, _ = follow(tmp_path, lambda: None, lambda: None, end(b), end(a))
     assert told == [("a", "warning"), ("b", "ended"), ("a", "ended")]
+
+
+@pytest.mark.parametrize("last", ["it trains", "cancelled while it waits", "Slurm is silent"])
+def test_a_run_whose_job_was_requeued_after_its_end_is_followed(
+    tmp_path: Path, alive: dict[int, tuple[str, str, str, str]], monkeypatch: pytest.MonkeyPatch, last: str
+) -> None:
+    a, b = (make_run(tmp_path / name, kind, job_id="1") for name, kind in (("a", "failed"), ("b", "done")))
+    (private_dir(tmp_path / "bin") / "squeue").write_text("")
+    (tmp_path / "bin/squeue").chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(fleet_follow, "_ASK_S", 0.0)  # a minute each
+    alive[1] = ("PENDING", "BeginTime", f"{a.logs}/1.sh", "/")
+
+    def start() -> None:
+        append_event(a, "started", attempt=9, job_id="1", cluster="slurm")
+        alive[1] = ("RUNNING", "", f"{a.logs}/1.sh", "/")
+
+    def cancel() -> None:
+        del alive[1]
+        append_event(a, "cancel_asked")
+
+    async def no_answer(_: SlurmClient, users: set[int]) -> dict[int, tuple[str, str, str, str]]:
+        raise SlurmMissing("Slurm does not answer")
+
+    real = SlurmClient.states
+    acts: dict[str, list[Act]] = {
+        "it trains": [lambda: None, start, end(a)],
+        "cancelled while it waits": [lambda: None, cancel],
+        "Slurm is silent": [
+            lambda: monkeypatch.setattr(SlurmClient, "states", no_answer),
+            lambda: monkeypatch.setattr(SlurmClient, "states", real),
+            start,
+            end(a),
+        ],
+    }
+    code, told, watch = follow(tmp_path, *acts[last])
+    rest = {"cancelled while it waits": [("a", "cancel_asked"), ("a", "gone")]}
+    assert told == [("a", "warning"), *rest.get(last, [("a", "started"), ("a", "ended")])]
+    assert code == (23 if last == "cancelled while it waits" else 0)
+    assert watch.runs[b.root].state == "done"
 
 
 def test_a_run_whose_directory_is_removed_is_not_waited_for(tmp_path: Path, alive: object) -> None:

@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,23 @@ from verl_slurm.base.errors import SlurmMissing
 from verl_slurm.base.files import private_dir
 from verl_slurm.journal import files
 from verl_slurm.journal.status import read_status
-from verl_slurm.runs.glance import Glance, Seen, ask_for, find_runs, glance, glance_at_all, state_of
+from verl_slurm.runs import glance as runs_glance
+from verl_slurm.runs.glance import (
+    Glance,
+    Seen,
+    ask_for,
+    find_runs,
+    glance,
+    glance_at_all,
+    requeue_after_end,
+    state_of,
+)
+from verl_slurm.runs.liveness import JobState
+from verl_slurm.slurm.facts import JobFacts
+from verl_slurm.slurm.parse import parse_job
 from verl_slurm.slurm.slurm_client import SlurmClient
 
+GOLDEN = Path(__file__).parents[1] / "slurm/golden"
 Questions = list[set[int]]
 LONG = 800
 """Events: a hundred kilobytes, where four are read."""
@@ -106,6 +122,86 @@ def test_a_run_whose_job_no_journal_names_is_what_slurm_says(
     runs = glance_at_all(tmp_path)
     seen, _ = ask_for(runs)
     assert [state_of(one, seen[one.root]) for one in runs] == ["starting", shown]
+
+
+@pytest.fixture
+def slurm_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (private_dir(tmp_path / "bin") / "squeue").write_text("")
+    (tmp_path / "bin/squeue").chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+
+
+@pytest.mark.usefixtures("slurm_here")
+@pytest.mark.parametrize(("kind", "end"), [("cancelled", "cancelled"), ("failed", "failed with 22")])
+@pytest.mark.parametrize(
+    ("slurm", "script", "began_s", "shown"),
+    [
+        ("PENDING BeginTime", "runs/run", None, "queued"),
+        ("PENDING JobHeldUser", "runs/run", None, "held"),
+        ("RUNNING", "runs/run", 60, "starting"),
+        ("RUNNING", "runs/run", -60, ""),
+        ("COMPLETING", "runs/run", None, ""),
+        ("PENDING", "runs/other", None, ""),
+        ("", "runs/run", None, ""),
+    ],
+    ids=["waits", "held", "starts", "not over yet", "completes", "another's", "over"],
+)
+def test_a_job_that_was_requeued_after_its_end_counts_and_one_that_lingers_does_not(
+    tmp_path: Path,
+    squeue: tuple[dict[int, tuple[str, str, str, str]], Questions],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: Kind,
+    end: str,
+    slurm: str,
+    script: str,
+    began_s: int | None,
+    shown: str,
+) -> None:
+    run = make_run(tmp_path / "runs/run", kind)
+    make_run(tmp_path / "runs/living", job_id="8")
+    squeue[0][8] = ("RUNNING", "", f"{tmp_path}/runs/living/logs/8.sh", "/")
+    name, _, reason = slurm.partition(" ")
+    if slurm:
+        squeue[0][7] = (name, reason, f"{tmp_path / script}/logs/7.sh", "/")
+    word = glance(run.root).word
+    assert word is not None
+    assert word.at is not None
+    since = None if began_s is None else datetime.fromtimestamp(word.at + began_s, UTC)
+    is_anothers = script != "runs/run"
+    answer = JobState(state=name, over=is_anothers, waits=name == "PENDING", since=since)
+    monkeypatch.setattr(runs_glance, "job_state", lambda *_: answer)
+    living, one = glance_at_all(tmp_path / "runs")
+    seen, _ = ask_for([living, one])
+    assert (state_of(living, seen[living.root]), state_of(one, seen.get(one.root))) == (
+        "running",
+        shown or end,
+    )
+    words = requeue_after_end(one, seen.get(one.root))
+    assert (f"requeued after its end ({end})" in words, f"verl-slurm cancel {run.root}" in words) == (
+        bool(shown),
+    ) * 2
+    assert squeue[1] == [{os.getuid()}], "one question for both"
+
+
+def test_a_run_whose_number_another_runs_job_has_is_gone_however_little_was_read(
+    tmp_path: Path,
+    squeue: tuple[dict[int, tuple[str, str, str, str]], Questions],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was read of a long journal does not have that `submit` queued the job."""
+    run = make_run(tmp_path / "run", num_events=LONG)
+    other = make_run(tmp_path / "other", job_id="8")
+    for script in (f"{other.logs}/.submission_file_{'0' * 32}.sh", "(null)"):
+        squeue[0][7] = ("RUNNING", "", script, "/")
+        text = (GOLDEN / "running.txt").read_text().replace("JobId=1 ", "JobId=7 ")
+        facts = parse_job(re.sub("Command=.*", f"Command={script}", text), 7)
+
+        async def answer(_: SlurmClient, number: int, facts: JobFacts = facts) -> JobFacts:
+            return facts
+
+        monkeypatch.setattr(SlurmClient, "job", answer)
+        private_dir(other.logs)
+        assert state(run.root) == "gone"
 
 
 def test_a_run_whose_saves_fail_says_so(

@@ -1,5 +1,7 @@
 """Whether a run still lives, and when its job starts or ends."""
 
+import os
+import re
 import socket
 import subprocess
 import sys
@@ -15,7 +17,7 @@ from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import birth_of
 from verl_slurm.journal.history import Submission
-from verl_slurm.runs.liveness import job_state, leads
+from verl_slurm.runs.liveness import job_state, leads, may_be_of
 from verl_slurm.slurm.facts import JobFacts
 from verl_slurm.slurm.parse import parse_job
 from verl_slurm.slurm.slurm_client import SlurmClient
@@ -92,3 +94,45 @@ def test_a_job_that_waits_has_a_start_and_one_that_runs_an_end(
     text = text.replace("StartTime=Unknown", "StartTime=1795222231")
     state = job_state(paths, job)
     assert (state.starts, state.ends) == (datetime.fromtimestamp(1795222231, UTC), None)
+
+
+SUBMITTED = 1795222229
+"""As the golden job was."""
+
+
+@pytest.mark.parametrize(
+    ("command", "by_us", "heard_s", "restarts", "its"),
+    [
+        ("(null)", True, 60, 0, False),
+        ("(null)", False, 60, 0, True),
+        ("(null)", False, -3600, 0, False),
+        ("(null)", False, -60, 0, True),
+        ("(null)", False, -3600, 1, True),
+        ("/home/ada/mine.sh", False, 60, 0, True),
+        ("/home/ada/mine.sh", False, -3600, 0, False),
+        ("/home/ada/mine.sh", True, 60, 0, False),
+        (f"/home/ada/logs/.submission_file_{'0' * 32}.sh", False, 60, 0, False),
+        ("{}/logs/1.sh", True, -3600, 0, True),
+    ],
+    ids=[
+        "ours had a script",
+        "salloc",
+        "a number that came again",
+        "clocks differ",
+        "a requeue is a new submission",
+        "a script by hand",
+        "a later one",
+        "ours has another",
+        "another run's",
+        "ours",
+    ],
+)
+def test_a_number_that_came_again_is_not_the_runs(
+    tmp_path: Path, command: str, by_us: bool, heard_s: int, restarts: int, its: bool
+) -> None:
+    text = (GOLDEN / "running.txt").read_text().replace("root(0)", f"me({os.getuid()})")
+    text = re.sub("Command=.*", f"Command={command.format(tmp_path)}", text)
+    job = parse_job(text.replace("Restarts=0", f"Restarts={restarts}"), 1)
+    assert may_be_of(tmp_path, job, queued_by_us=by_us, heard_at=SUBMITTED + heard_s) is its
+    other = msgspec.structs.replace(job, user_id=os.getuid() + 1)
+    assert may_be_of(tmp_path, other, queued_by_us=by_us, heard_at=SUBMITTED) is command.startswith("{}")

@@ -210,6 +210,8 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     """Name of its Slurm cluster; empty: not known."""
     queued_by_us: bool = False
     """By `submit` or a lead, so that its script and its output lie in RUN/logs. False: not known."""
+    heard_at: float | None = None
+    """When its newest event was written; None: not known."""
 
 
 class History:
@@ -389,7 +391,7 @@ class History:
             slurm, by_us = self._known_jobs.get(job_id, ("", False))
             if self.job is None or job_id != self.job.job_id:
                 self.job = Submission(job_id=job_id, cluster=self._cluster, host=self._host)
-            self.job = msgspec.structs.replace(self.job, slurm=slurm, queued_by_us=by_us)
+            self.job = msgspec.structs.replace(self.job, slurm=slurm, queued_by_us=by_us, heard_at=event.at)
 
     def _is_late(self, event: ev.Submitted) -> bool:
         # The command writes it after sbatch has answered, and may have been stopped in between: its job has ended, and

@@ -123,7 +123,8 @@ class _Reader:
             name=config.name if config is not None else paths.root.name,
             run_dir=str(paths.root),
             state=state,
-            provisional=not ended,
+            # An end in the journal, and a job that lives: it was requeued since.
+            provisional=not ended or bool(alive),
             backend=config.trainer.backend if config is not None else "",
             description=_description(config, status, history, rewards),
             began=history.first_at,

@@ -21,7 +21,7 @@ from watchdog.observers import Observer
 from watchdog.observers.polling import PollingObserver
 
 from verl_slurm.base.bounded import TooMuch, open_regular
-from verl_slurm.base.errors import SlurmMissing
+from verl_slurm.base.errors import SlurmMissing, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.kernel_facts import is_remote
 from verl_slurm.base.one_line import shell_word
@@ -30,8 +30,19 @@ from verl_slurm.config.load import is_run
 from verl_slurm.journal import events as ev
 from verl_slurm.journal.files import now, read_events_after
 from verl_slurm.journal.status import read_status
-from verl_slurm.runs.glance import Glance, ask_for, find_runs, glance, is_over, state_of, unreadable
-from verl_slurm.runs.liveness import job_state, settle
+from verl_slurm.runs.glance import (
+    Glance,
+    Seen,
+    ask_for,
+    end_of_slurm_job,
+    find_runs,
+    glance,
+    is_over,
+    requeue_after_end,
+    state_of,
+    unreadable,
+)
+from verl_slurm.runs.liveness import job_state, requeued_words, settle, was_requeued
 from verl_slurm.runs.run_record import last_job
 
 _POLL_S = 2.0
@@ -64,6 +75,10 @@ class Followed(msgspec.Struct, kw_only=True):
     """The job that was submitted last, while it was followed."""
     unannounced_job: str | None = None
     """The job that has started before that was written."""
+    requeued: bool = False
+    """Its journal has the end of its job, which Slurm has in its queue again."""
+    ended: Glance | None = None
+    """As of its end, when it was last asked about."""
 
     def take(self, *, newest: bool = True) -> list[ev.Event]:
         """Returns what its journal has more; looks at its size first. `newest`: of much more, the newest events
@@ -99,9 +114,10 @@ class Followed(msgspec.Struct, kw_only=True):
             # First, so that whoever is told sees the run as it is after the event. A run may be submitted again after
             # any end.
             if isinstance(event, ev.Submitted | ev.Started | ev.Successor) and not late:
-                self.alive, self.exit_code = True, None
+                self.alive, self.exit_code, self.requeued, self.ended = True, None, False, None
             elif isinstance(event, ev.Ended) and event.is_final:
                 self.alive, self.exit_code = False, event.exit_code
+                self.requeued, self.ended = False, None
             on_event(self, event)
 
 
@@ -117,8 +133,8 @@ def follow_run(
     """Hands every event after byte `offset` to `on_event` until the run has ended, over all its requeues.
 
     Args:
-        on_event: gets each event. Two are ours: `gone`, the last one, for a job that ended without a word; and a
-            warning, once, of a job that stands until somebody acts.
+        on_event: gets each event. Some are ours: `gone`, the last one, for a job that ended without a word; and a
+            warning of a job that was requeued after its end, and, once, of one that stands until somebody acts.
         on_status: gets the content of status.json whenever it has changed.
 
     Returns:
@@ -154,7 +170,10 @@ def follow_run(
             if not run.alive:
                 # submitit's controller ends a moment after its lead; else the next command would find the run alive.
                 settle(paths, last_job(paths))
-                return code
+                if not (words := _requeued(paths)):
+                    return code
+                on_event(ev.Warned("job", words, time=now()))
+                run.alive = True
             # One more look after a silence: a bell may have been missed.
             if has_news or changed(patience_s) or read():
                 continue
@@ -170,6 +189,19 @@ def follow_run(
             if state.way_on and state.detail != stands:
                 on_event(ev.Warned("job", f"{job.job_id} stands still: {state.detail}", time=now()))
             stands = state.detail if state.way_on else ""
+
+
+def _requeued(paths: RunPaths) -> str:
+    """Asks whether the job of a run that is over goes on; returns that in words. Empty: no, or Slurm does not say."""
+    one = glance(paths.root)
+    end = end_of_slurm_job(one)
+    if end is None:
+        return ""
+    try:
+        state = job_state(paths, last_job(paths))
+    except VerlSlurmError:  # the journal's end counts
+        return ""
+    return requeued_words(paths.root, end.job_id or "", end.outcome) if was_requeued(end.at, state) else ""
 
 
 class FleetWatch:
@@ -247,6 +279,7 @@ class FleetWatch:
         self.runs[root] = run = Followed(
             root=root, state=state_of(seen, None), alive=not is_over(seen), offset=offset
         )
+        run.ended = None if run.alive else seen
         self._on_glance(run, seen)
 
     def _read(self, run: Followed) -> int:
@@ -267,11 +300,19 @@ class FleetWatch:
         return int(run.state != before)
 
     def ask(self) -> int:
-        """Asks whether the silent runs still live; returns how many do not, or stand until somebody acts."""
+        """Asks whether the silent runs still live; returns how many do not, or stand until somebody acts.
+
+        Those that are over are asked about in the same question: one may have been requeued since.
+        """
         self._asked = time.monotonic()
-        glances: list[Glance] = [glance(run.root) for run in self.runs.values() if run.alive]
-        seen, self.problem = ask_for(glances)
-        news = 0
+        glances = [glance(run.root) for run in self.runs.values() if run.alive and not run.requeued]
+        for run in self.runs.values():
+            # Read once: until its journal tells more, all is as it was at its end.
+            if run.requeued or not run.alive:
+                run.ended = run.ended or glance(run.root)
+        ended = [run.ended for run in self.runs.values() if run.ended is not None]
+        seen, self.problem = ask_for([*glances, *ended])
+        news = sum(self._take_requeue(one, seen.get(one.root)) for one in ended)
         for one in glances:
             run, answer = self.runs[one.root], seen.get(one.root)
             before, run.state = run.state, state_of(one, answer)
@@ -292,6 +333,28 @@ class FleetWatch:
                 news += 1
             self._on_glance(run, one)
         return news
+
+    def _take_requeue(self, one: Glance, answer: Seen | None) -> bool:
+        """Takes up a run whose job was requeued after its end, or that is over again; returns whether it is news."""
+        run, words = self.runs[one.root], requeue_after_end(one, answer)
+        if words:
+            is_news, run.state = not run.requeued, state_of(one, answer)
+            run.alive, run.requeued, run.exit_code = True, True, None
+            if is_news:
+                self._on_event(run, ev.Warned("job", words, time=now()))
+        else:
+            # A silent Slurm brings no news, and of a job that has started meanwhile the journal tells.
+            later = one if self.problem or not run.requeued else glance(one.root)
+            end = None if later is one else end_of_slurm_job(later)
+            is_news = end is not None
+            if end is not None:
+                run.state, run.alive, run.requeued, run.ended = state_of(later, None), False, False, later
+                run.exit_code = int(ExitCode.CANCELLED if later.is_cancelled else ExitCode.CRASHED)
+                word = "cancelled" if later.is_cancelled else "gone"
+                self._on_event(run, ev.Gone(word, job_id=end.job_id))
+        if words or is_news:
+            self._on_glance(run, run.ended or one)
+        return is_news
 
 
 def state_after(event: ev.Event, state: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from verl_slurm.base.bounded import TooMuch
-from verl_slurm.base.errors import NotFound, SlurmMissing
+from verl_slurm.base.errors import NotFound, SlurmMissing, VerlSlurmError
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
@@ -29,17 +29,20 @@ from verl_slurm.journal.pace import number
 from verl_slurm.journal.status import read_status
 from verl_slurm.runs.liveness import (
     HIDDEN,
+    JobState,
     elsewhere,
     hides_jobs,
     is_anothers,
     is_held,
-    is_script_of,
     job_number,
     job_state,
     needed_change,
+    requeued_words,
+    runs_here,
     trains,
+    was_requeued,
 )
-from verl_slurm.runs.run_record import job_by_files, with_cluster
+from verl_slurm.runs.run_record import job_by_files, last_job, with_cluster
 from verl_slurm.slurm.facts import is_stopped, is_waiting
 from verl_slurm.slurm.slurm_client import SlurmClient
 
@@ -240,22 +243,40 @@ def glance_at_all(place: Path) -> list[Glance]:
 
 
 def is_over(run: Glance) -> bool:
-    """Returns whether the journal has the run's end: then no scheduler need be asked."""
+    """Returns whether the journal has the run's end: it counts unless Slurm has the job again (`end_of_slurm_job`)."""
     if run.job is None or run.error:
         return True
     return isinstance(run.word, Ended) and run.word.is_final
 
 
-def ask_for(runs: Sequence[Glance]) -> tuple[dict[Path, Seen], str]:
-    """Looks up the jobs of the runs that are not over; also returns the error that kept Slurm from answering.
+def end_of_slurm_job(run: Glance) -> Ended | None:
+    """Returns the end of a run whose job somebody, or Slurm itself, may have requeued since; None: it has none."""
+    if run.job is None or run.job.cluster != "slurm" or not is_over(run) or run.error:
+        return None
+    return run.word if isinstance(run.word, Ended) and run.word.job_id == run.job.job_id else None
 
-    A run that ended between our two looks is read again, and brought up to date in `runs`.
+
+def requeue_after_end(run: Glance, seen: Seen | None) -> str:
+    """Returns that the run's job was requeued after its end, as `ask_for` found it; empty: it was not. Pure."""
+    end = end_of_slurm_job(run)
+    if end is None or seen is None or not seen.alive:
+        return ""
+    return requeued_words(run.root, end.job_id or "", end.outcome)
+
+
+def ask_for(runs: Sequence[Glance]) -> tuple[dict[Path, Seen], str]:
+    """Looks up the jobs of the runs; also returns the error that kept Slurm from answering.
+
+    Of a run that is over there is an answer if its job goes on all the same, and only then. A run that ended between
+    our two looks is read again, and brought up to date in `runs`.
     """
     # A snapshot does not know that its lead was killed, and a run without a job may have one that waits: queued by
     # the line that `submit --prepare-only` prints, it writes its first word when it starts.
-    prepared = [run for run in runs if run.job is None and not run.error] if shutil.which("squeue") else []
+    has_slurm = shutil.which("squeue") is not None
+    prepared = [run for run in runs if run.job is None and not run.error] if has_slurm else []
+    ended = [run for run in runs if end_of_slurm_job(run) and run.root.exists()] if has_slurm else []
     waiting = [run for run in runs if not is_over(run)] + prepared
-    seen, problem = _ask(waiting)
+    seen, problem = _ask(waiting, ended)
     for run in waiting:
         if seen[run.root].alive is False and run.job is not None:
             # It may have ended, or been followed by another job, between the look at its files and Slurm's answer.
@@ -268,7 +289,7 @@ def ask_for(runs: Sequence[Glance]) -> tuple[dict[Path, Seen], str]:
     return seen, problem
 
 
-def _ask(runs: Iterable[Glance]) -> tuple[dict[Path, Seen], str]:
+def _ask(runs: Iterable[Glance], ended: Sequence[Glance]) -> tuple[dict[Path, Seen], str]:
     seen: dict[Path, Seen] = {}
     at_slurm: list[Glance] = []
     for run in runs:
@@ -278,11 +299,12 @@ def _ask(runs: Iterable[Glance]) -> tuple[dict[Path, Seen], str]:
             found = job_state(RunPaths(run.root), run.job)
             unknown = found.state == "UNKNOWN"
             seen[run.root] = Seen(None, detail=found.detail) if unknown else Seen(not found.over)
-    if not at_slurm:
+    if not at_slurm and not ended:
         return seen, ""
     try:
         # By the owners of the directories: the runs of a project may be several users'.
-        states = asyncio.run(SlurmClient().states({os.stat(run.root).st_uid for run in at_slurm}))
+        owners = {os.stat(run.root).st_uid for run in (*at_slurm, *ended)}
+        states = asyncio.run(SlurmClient().states(owners))
     except SlurmMissing as error:
         return seen | {run.root: Seen(None) for run in at_slurm}, error.one_line()
     # Slurm is asked for its name where a run has one to compare: a job number means nothing on another cluster. And,
@@ -302,20 +324,58 @@ def _ask(runs: Iterable[Glance]) -> tuple[dict[Path, Seen], str]:
         if here and job.slurm and job.slurm != here:
             seen[run.root] = Seen(None, detail=elsewhere(job.slurm, here))
             continue
-        number = job_number(job.job_id)
         # squeue lists what is not over, so a job that is missing is gone.
-        state, reason, script, _ = states.get(-1 if number is None else number, ("", "", "", ""))
-        # Its number may be another job's by now. What we queue has its script in RUN/logs.
-        if job.queued_by_us and script and not is_script_of(run.root, script):
-            state, reason = "", ""
+        state, reason, script, where = _row(states, job)
+        # Its number may be another job's by now, so for once `scontrol show job` is asked as well.
+        if script and not runs_here(run.root, script, where):
+            answer = _job_state(run)
+            if answer.state == "UNKNOWN":
+                seen[run.root] = Seen(None, detail=answer.detail)
+                continue
+            state, reason = ("", "") if answer.over else (state, reason)
         if not state and hides_jobs(slurm_conf) and is_anothers(run.root):
             seen[run.root] = Seen(None, detail=HIDDEN)
             continue
         seen[run.root] = Seen(bool(state), state, reason)
-    return seen, ""
+    return seen | _requeued(ended, states), ""
 
 
-def _unnamed(root: Path, states: Mapping[int, tuple[str, str, str, str]]) -> Seen:
+_Rows = Mapping[int, tuple[str, str, str, str]]
+
+
+def _row(states: _Rows, job: Submission) -> tuple[str, str, str, str]:
+    number = job_number(job.job_id)
+    return states.get(-1 if number is None else number, ("", "", "", ""))
+
+
+def _requeued(ended: Sequence[Glance], states: _Rows) -> dict[Path, Seen]:
+    """Returns what Slurm says of those runs that are over whose job goes on all the same."""
+    seen: dict[Path, Seen] = {}
+    for run in ended:
+        end = end_of_slurm_job(run)
+        if run.job is None or end is None:
+            continue
+        state, reason, script, where = _row(states, run.job)
+        is_its = runs_here(run.root, script, where)
+        # A number comes again, and a job that has ended lingers: most need no second question.
+        if not state or (not is_its and (run.job.queued_by_us or not is_waiting(state))):
+            continue
+        # By its own script, in the queue of this cluster: no job of ours has this number and script but that one.
+        if (is_its and is_waiting(state)) or was_requeued(end.at, _job_state(run)):
+            seen[run.root] = Seen(True, state, reason)
+    return seen
+
+
+def _job_state(run: Glance) -> JobState:
+    """As `status` has it, by the whole journal: the part that was read need not have who queued the job."""
+    paths = RunPaths(run.root)
+    try:
+        return job_state(paths, last_job(paths))
+    except VerlSlurmError as error:
+        return JobState(state="UNKNOWN", over=False, detail=error.one_line())
+
+
+def _unnamed(root: Path, states: _Rows) -> Seen:
     """Returns what Slurm says of the newest job of a run whose journal names none."""
     found = [job for job in states if trains(root, *states[job][2:])]
     state, reason, *_ = states[max(found)] if found else ("", "")
@@ -337,8 +397,8 @@ def state_of(run: Glance, seen: Seen | None) -> str:
         if seen is None or seen.alive is False:
             return "prepared"
         return _in_queue(seen) or ("starting" if seen.alive else "prepared?")
-    # The journal's end first: it is final whatever the scheduler, which may lag behind, still shows.
-    if isinstance(run.word, Ended) and run.word.is_final:
+    # The journal's end first: the scheduler may lag behind it. `ask_for` has an answer only of a job that was requeued.
+    if isinstance(run.word, Ended) and run.word.is_final and not requeue_after_end(run, seen):
         return run.word.outcome
     if seen is not None and seen.alive is False:
         return "cancelled" if run.is_cancelled else "gone"

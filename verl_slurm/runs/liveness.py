@@ -34,6 +34,8 @@ _BY_HAND = "local-"
 
 # The number of a job or a process. `isdecimal` would accept the digits of all scripts.
 _JOB = re.compile(r"[0-9]{1,10}")
+# Seconds by which clocks may differ: what Slurm's munge allows.
+_CLOCKS_S = 300.0
 
 
 def job_number(job_id: str) -> int | None:
@@ -53,6 +55,8 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
     way_on: str = ""
     """How a job goes on that stands until somebody acts; empty: it does not stand still. Also in `detail`."""
+    since: datetime | None = None
+    """When it last began to run; None: it waits, or leaves its nodes."""
     starts: datetime | None = None
     """When Slurm expects a job that waits to start; None: it does not say."""
     ends: datetime | None = None
@@ -108,7 +112,7 @@ def job_state(paths: RunPaths, job: Submission) -> JobState:
             return JobState(state="UNKNOWN", over=False, detail=HIDDEN)
         # It forgets jobs that are over, after MinJobAge.
         return JobState(state="GONE", over=True, detail="Slurm has forgotten it")
-    if not may_be_of(paths.root, facts, queued_by_us=job.queued_by_us):
+    if not may_be_of(paths.root, facts, queued_by_us=job.queued_by_us, heard_at=job.heard_at):
         script = Path(facts.command or "")
         # This run, moved while its job lives; or another run, which was removed.
         if _OUR_SCRIPT.fullmatch(script.name) and not script.parent.exists():
@@ -122,8 +126,24 @@ def job_state(paths: RunPaths, job: Submission) -> JobState:
         waits=waits,
         detail="; ".join(filter(None, (facts.reason, facts.comment if waits else "", remedy))),
         way_on=remedy,
+        since=None if waits or facts.is_over or facts.state == "COMPLETING" else facts.start_time,
         starts=facts.start_time if waits else None,
         ends=facts.end_time if facts.is_running else None,
+    )
+
+
+def was_requeued(ended_at: float | None, state: JobState) -> bool:
+    """Returns whether a job whose end the journal has goes on all the same: somebody requeued it since. Pure."""
+    # For seconds to minutes after its end a job still runs, or completes; an allocation by hand outlives its lead.
+    again = state.since is not None and ended_at is not None and state.since.timestamp() > ended_at
+    return not state.over and (state.waits or again)
+
+
+def requeued_words(root: Path, job_id: str, outcome: str) -> str:
+    """Says of a job that `was_requeued` what happens now, and how it is ended. Pure."""
+    return (
+        f"job {job_id} was requeued after its end ({outcome}), by whom is not known, and trains when it starts; "
+        f"`verl-slurm cancel {shell_word(root)}` ends it"
     )
 
 
@@ -231,13 +251,22 @@ def runs_here(root: Path, command: str, where: str | None) -> bool:
     return is_script_of(root, command) or _names(root, arguments, where)
 
 
-def may_be_of(root: Path, job: JobFacts, *, queued_by_us: bool) -> bool:
-    """Returns whether a job with this number can be the run's (`queued_by_us`: by `submit` or a lead)."""
+def may_be_of(root: Path, job: JobFacts, *, queued_by_us: bool, heard_at: float | None) -> bool:
+    """Returns whether a job with this number can be the run's.
+
+    `queued_by_us`: by `submit` or a lead. `heard_at`: the time of the run's newest event of that number.
+    """
     # On another cluster, and where a cluster's numbers begin anew, the number is another job's.
-    if job.command is None or runs_here(root, job.command, job.work_dir):
-        return True  # a site may hide it
-    # A script that somebody wrote by hand need not name the run.
-    return not queued_by_us and job.user_id == os.stat(root).st_uid
+    command = job.command or ""
+    if runs_here(root, command, job.work_dir):
+        return True
+    # `salloc` and `sbatch --wrap` have no script, and one that somebody wrote by hand need not name the run. What we
+    # queue has one in RUN/logs; here that is another RUN.
+    if queued_by_us or _OUR_SCRIPT.fullmatch(Path(command).name) or job.user_id != os.stat(root).st_uid:
+        return False
+    if heard_at is None or job.submit_time is None or job.restarts:
+        return True
+    return job.submit_time.timestamp() <= heard_at + _CLOCKS_S
 
 
 def _names(root: Path, words: Iterable[str], where: str | None) -> bool:
@@ -357,9 +386,8 @@ def _refuse_living_job(paths: RunPaths, history: History, job: Submission) -> No
         # submitit's local controller lives a moment longer than the end that its lead has recorded.
         settle(paths, job)
     state = job_state(paths, job)
-    # Slurm takes a moment to notice an end that the daemon has recorded already. But a job that waits again after its
-    # end was requeued by somebody.
-    if not state.over and not (ended and not state.waits):
+    # Slurm takes a moment to notice an end that the daemon has recorded already.
+    if not state.over and (not ended or was_requeued(history.last_of_job[job.job_id].at, state)):
         raise Fenced(
             "the run has a job already",
             where=paths.root,

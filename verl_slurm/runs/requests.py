@@ -19,6 +19,7 @@ from verl_slurm.runs.glance import glance
 from verl_slurm.runs.liveness import (
     ANOTHERS,
     HIDDEN,
+    JobState,
     is_script_beside,
     job_state,
     leads,
@@ -216,7 +217,7 @@ def _require_living(run: RunPaths, by_hand: str) -> str:
             remedy="its owner can do it" if state.detail == HIDDEN else "run the same command there",
         )
     if not state.over or state.detail == ANOTHERS:
-        _require_own(run, job, by_hand)
+        _require_own(run, job, state, by_hand)
     if state.over:
         word = glance(run.root).word  # a scheduler forgets its jobs, the journal does not
         came_to = word.outcome if isinstance(word, Ended) and word.is_final else state.state
@@ -232,7 +233,7 @@ def _require_living(run: RunPaths, by_hand: str) -> str:
     return state.state
 
 
-def _require_own(run: RunPaths, job: Submission, by_hand: str) -> None:
+def _require_own(run: RunPaths, job: Submission, state: JobState, by_hand: str) -> None:
     """Raises SlurmRefused for a job that the run's journal alone ties to the run; else as `SlurmClient.job`."""
 
     # A local lead is recognised by its own command line, whatever the journal says.
@@ -241,12 +242,16 @@ def _require_own(run: RunPaths, job: Submission, by_hand: str) -> None:
     # A run that was handed over brings its own journal, which may name any job of the user's.
     facts = asyncio.run(SlurmClient().job(int(job.job_id)))
     if not runs_here(run.root, facts.command or "", facts.work_dir):
+        remedy = f"where it is this run's all the same: {by_hand.format(facts.target)}"
+        if state.detail == ANOTHERS:
+            again = f"`verl-slurm submit {shell_word(run.root)}` starts it again"
+            remedy = f"leave it: {ANOTHERS}, and the run's is over; {again}"
         raise SlurmRefused(
             f"{run.events} names a job of which Slurm does not say that it is this run's",
             where=job.job_id,
-            found=f"the command {facts.command}",
+            found=f"the command {facts.command}" if facts.command else "a job without a script",
             expected=f"{run.root} as its argument, or a script in {run.logs}",
-            remedy=f"where it is this run's all the same: {by_hand.format(facts.target)}",
+            remedy=remedy,
         )
 
 
@@ -263,7 +268,7 @@ def ask_for_save(run: RunPaths) -> str:
         return ""
     state = job_state(run, job)
     if state.state == "RUNNING" or state.detail == ANOTHERS:
-        _require_own(run, job, "scancel --batch --signal=USR1 {}")
+        _require_own(run, job, state, "scancel --batch --signal=USR1 {}")
     # A job that waits or stands still cannot save.
     if state.over or state.state != "RUNNING":
         return ""

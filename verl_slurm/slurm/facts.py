@@ -57,6 +57,8 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     eligible_time: datetime | None
     """The job may not start before this time. While a requeued job completes, no other field is right: StartTime is
     first the start of the old run, then "now"."""
+    submit_time: datetime | None = None
+    """A requeue sets it anew."""
     start_time: datetime | None
     end_time: datetime | None
     """While running: the time at which it will be ended. A preemption moves it to the end of the grace time."""

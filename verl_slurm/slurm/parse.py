@@ -174,6 +174,7 @@ def _job(fields: dict[str, str]) -> JobFacts:
         partition=fields["Partition"],
         preempt_time=parse_time(fields.get("PreemptTime", "")),  # not printed while pending
         eligible_time=parse_time(fields["EligibleTime"]),
+        submit_time=parse_time(fields.get("SubmitTime", "")),
         start_time=parse_time(fields["StartTime"]),
         end_time=parse_time(fields["EndTime"]),
         time_limit_s=parse_seconds(fields.get("TimeLimit", "UNLIMITED")),

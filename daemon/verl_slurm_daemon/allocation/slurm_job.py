@@ -430,7 +430,11 @@ class SlurmAllocation(Allocation):
             else:
                 history = await asyncio.to_thread(read_history, self._paths)
                 by_us = history.was_queued(owner.job_id)
-                if facts.is_over or not may_be_of(self._paths.root, facts, queued_by_us=by_us):
+                last = history.last_of_job.get(owner.job_id)
+                heard_at = None if last is None else last.at
+                if facts.is_over or not may_be_of(
+                    self._paths.root, facts, queued_by_us=by_us, heard_at=heard_at
+                ):
                     return ""
                 # The job was cancelled a moment ago, and this one already started on the nodes that it left.
                 pause = next(leaving, None) if facts.state == "COMPLETING" else None

@@ -144,7 +144,24 @@ def fetch_newest(
             continue
         reasons.append(_brought(name, tier))
         return Fetched(name=name, tier=tier, reasons=tuple(reasons))
-    for state in away if needed else ():
+    if needed:
+        _require_answer(paths, memory, away, only)
+    # There were checkpoints: to begin afresh is the user's decision.
+    if names or (refused and needed):
+        what, way = "no checkpoint is left in the run, and none in a tier", "begins afresh"
+        if above:
+            what, way = f"a tier has what the run lacks after {above}, and none of it", "goes on without it"
+        raise failure(
+            f"{what} could be fetched",
+            found=reasons[-1],
+            remedy=f"look at the tiers; checkpoint.resume_from={above or 'null'} {way}",
+        )
+    return Fetched(name=None, reasons=(*reasons, "no tier has a checkpoint of this run"))
+
+
+def _require_answer(paths: RunPaths, memory: Memory, away: Sequence[TierState], only: str) -> None:
+    """Raises TierAway if one of the tiers that are away has had a checkpoint of this run, or `only` this one."""
+    for state in away:
         # To start from nothing would throw its checkpoints away. One that never had any, as at a first start, does not
         # stop it.
         known = [name for name in _held(paths, memory, state.name) if only in ("", name)]
@@ -158,17 +175,6 @@ def fetch_newest(
                 remedy="start again when it answers; checkpoint.resume_from="
                 f"{'NAME goes on from an older one' if only else 'null begins afresh'}",
             )
-    # There were checkpoints: to begin afresh is the user's decision.
-    if names or (refused and needed):
-        what, way = "no checkpoint is left in the run, and none in a tier", "begins afresh"
-        if above:
-            what, way = f"a tier has what the run lacks after {above}, and none of it", "goes on without it"
-        raise failure(
-            f"{what} could be fetched",
-            found=reasons[-1],
-            remedy=f"look at the tiers; checkpoint.resume_from={above or 'null'} {way}",
-        )
-    return Fetched(name=None, reasons=(*reasons, "no tier has a checkpoint of this run"))
 
 
 def untold(paths: RunPaths, states: Sequence[TierState], present: str) -> list[str]:

@@ -30,8 +30,18 @@ from verl_slurm.journal.pace import LOOKED_AT, node_states, pace_of, steps_of_eq
 from verl_slurm.journal.status import read_status
 from verl_slurm.journal.steps import last_steps
 from verl_slurm.program.code_record import read_record
-from verl_slurm.runs.glance import Glance, Seen, ask_for, glance, glance_at_all, is_over, state_of
-from verl_slurm.runs.liveness import JobState, job_state, unknown_jobs
+from verl_slurm.runs.glance import (
+    Glance,
+    Seen,
+    ask_for,
+    end_of_slurm_job,
+    glance,
+    glance_at_all,
+    is_over,
+    requeue_after_end,
+    state_of,
+)
+from verl_slurm.runs.liveness import JobState, job_state, requeued_words, unknown_jobs, was_requeued
 from verl_slurm.runs.run_record import has_ledger, require_run
 from verl_slurm.wire.reward_plan import read_reward_plan, read_reward_request
 
@@ -193,7 +203,11 @@ def _facts(run: RunPaths, history: History) -> dict[str, Any]:
     unknown = ""
     if answer is None or (answer.over and not is_over(seen)):
         unknown = _unknown_job(run, history, seen)
-    facts = told_facts(seen)
+    end = end_of_slurm_job(seen)
+    requeued = ""
+    if end is not None and answer is not None and was_requeued(end.at, answer):
+        requeued = requeued_words(run.root, end.job_id or "", end.outcome)
+    facts = told_facts(seen, requeued)
     if answer is not None and answer.over and not is_over(seen) and not unknown:
         facts["ended"] = (
             "cancelled by its user before it started"
@@ -407,11 +421,11 @@ def list_runs(place: Path, states: tuple[str, ...], as_json: bool) -> None:
     # Asked last: a directory without runs is an answer, and a name that does not exist is a mistake.
     if not runs and not place.is_dir():
         raise NotFound("no such directory", where=place, remedy="give the directory that holds your runs")
-    # Runs that have written down their end are not asked about; all others in one question.
+    # In one question; those that have written down their end too, since a job may have been requeued after it.
     seen, problem = ask_for(runs)
     # Said, and not an error: what the runs have written down is shown all the same, without a claim that they live.
     if problem:
-        render.warning(f"what has no end written down is shown as last heard of: {problem}")
+        render.warning(f"the runs are shown as last heard of: {problem}")
     told = [(run, state_of(run, seen.get(run.root))) for run in runs]
     if states:
         # By its beginning: `failed` means `failed with N`, and the `?` of an unknown life is no part of the state.
@@ -433,7 +447,8 @@ def list_runs(place: Path, states: tuple[str, ...], as_json: bool) -> None:
         colours=STATE_COLOURS,
     )
     for run, _ in told:
-        for text in run.foreign:
+        requeued = requeue_after_end(run, seen.get(run.root))
+        for text in (*run.foreign, *([requeued] if requeued else ())):
             render.warning(text)
 
 
@@ -474,8 +489,8 @@ def _cost(run: Glance) -> str:
 _CHECKPOINT = "name step safe_point created_utc num_bytes"
 
 
-def told_facts(run: Glance) -> dict[str, Any]:
-    """Returns what the files of a run say, as JSON of `list` and `status` has it."""
+def told_facts(run: Glance, requeued: str) -> dict[str, Any]:
+    """Returns what the files of a run say, as JSON of `list` and `status` has it. `requeued`: since its end."""
     ended = run.word if isinstance(run.word, Ended) else None
     return {
         "run_dir": str(run.root),
@@ -486,14 +501,14 @@ def told_facts(run: Glance) -> dict[str, Any]:
         "checkpoint": run.checkpoint and render.picked(run.checkpoint, _CHECKPOINT),
         "lost_checkpoint": run.lost or None,
         "last_cause": story.tell(story.for_people(run.cause)) if run.cause else None,
-        # Of the newest job alone: an end is none any more once the run was submitted or started again.
-        "outcome": ended.outcome if ended is not None and ended.is_final else None,
-        "ended": None if ended is None else story.tell(ended),
+        # Of the newest job alone: an end is none any more once the run was submitted, requeued or started again.
+        "outcome": ended.outcome if ended is not None and ended.is_final and not requeued else None,
+        "ended": requeued or (None if ended is None else story.tell(ended)),
     }
 
 
 def _listed_facts(run: Glance, state: str, seen: Seen | None) -> dict[str, Any]:
-    return told_facts(run) | {
+    return told_facts(run, requeue_after_end(run, seen)) | {
         "state": state,
         # `alive` is None where it is not known; such a job is not called over.
         # A run without a job may have one that its journal does not name.
