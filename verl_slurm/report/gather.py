@@ -28,7 +28,7 @@ from verl_slurm.journal.steps import every_row
 from verl_slurm.report import report_facts as shown
 from verl_slurm.report.curves import Steps
 from verl_slurm.report.report_facts import Report, RunFacts
-from verl_slurm.runs.glance import ask_for, glance, state_of, steps_done
+from verl_slurm.runs.glance import ask_for, glance, is_over, state_of, steps_done
 from verl_slurm.runs.run_record import has_ledger
 from verl_slurm.runtime_state.samples import best_and_worst, read_samples
 from verl_slurm.wire.reward_plan import read_reward_plan
@@ -218,7 +218,7 @@ class _Reader:
         if self._known is not None:
             return *self._known, one.checkpoint
         seen, problem = ask_for([one])
-        if problem:
+        if problem and not (is_over(one) and one.job is not None):
             self._missing.append(f"the scheduler's answer: {problem}")
         answer = seen.get(one.root)
         return state_of(one, answer), None if answer is None else answer.alive, one.checkpoint

@@ -424,7 +424,8 @@ def list_runs(place: Path, states: tuple[str, ...], as_json: bool) -> None:
     # In one question; those that have written down their end too, since a job may have been requeued after it.
     seen, problem = ask_for(runs)
     # Said, and not an error: what the runs have written down is shown all the same, without a claim that they live.
-    if problem:
+    # Of runs that are over the journal's word stands.
+    if problem and any(run.job is None or not is_over(run) for run in runs):
         render.warning(f"the runs are shown as last heard of: {problem}")
     told = [(run, state_of(run, seen.get(run.root))) for run in runs]
     if states:
