@@ -261,7 +261,14 @@ _IN_LONG = (
     ("the time limit", "lies"),
 )
 
+_SLURMD = "slurmd of a node, as agents or services start, while Slurm calls the node usable"
 SHOWN: dict[_Cell, str] = {
+    (_SLURMD, "fails"): (
+        "daemon/test_spare_nodes.py::test_a_slurmd_that_is_away_as_agents_start_is_the_environments_fault_and_named"
+    ),
+    (_SLURMD, "hangs"): (
+        "daemon/test_effects.py::test_agents_that_slurm_does_not_bring_are_the_environments_fault"
+    ),
     ("Python of the batch script, and what is installed there, as Slurm starts the job", "fails"): (
         "slurm/test_batch.py::test_a_python_that_stays_away_costs_a_requeue_and_not_the_job"
     ),

@@ -5,6 +5,7 @@ docs are made so.
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,14 @@ def _page(folder: Path, runs: list[RunPaths]) -> Path:
     file = folder / "report.html"
     file.write_text(render_page(gather(runs, price_per_hour=2.5)))
     return file
+
+
+@pytest.fixture(autouse=True, scope="module")
+def without_squeue(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nobody is asked whether a run lives: the browser's event loop runs in this thread."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path_factory.mktemp("bin")))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -159,11 +168,7 @@ def test_two_runs_are_drawn_over_each_other(browser: Any, two: Path) -> None:
         assert opened.page.evaluate(strokes) > 2
 
 
-def test_a_page_of_damaged_runs_has_no_error(
-    browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Without squeue: the browser's own event loop runs in this thread.
-    monkeypatch.setenv("PATH", str(tmp_path))
+def test_a_page_of_damaged_runs_has_no_error(browser: Any, tmp_path: Path) -> None:
     runs = [make_interrupted_run(tmp_path / name, 2) for name in ("journal", "steps", "config")]
     for path in (runs[0].events, runs[1].steps, runs[2].run_yaml):
         path.unlink()
