@@ -407,6 +407,24 @@ def test_gradients_that_a_save_leaves_out_are_said(
     assert [notice.loud for notice in found] == [True] * warned
 
 
+def test_a_save_behind_an_update_leaves_no_gradient_out(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a loop of its own, which saves when it likes."""
+    optimizer = torch.optim.SGD(alone.model.parameters(), lr=0.1)
+    with alone.served(monkeypatch) as agent:
+        with verl_slurm.run(model=alone.model, optimizer=optimizer, save_every=100) as run:
+            for step in range(2):
+                optimizer.zero_grad()
+                alone.model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+                run.step_done(step + 1, 3)
+                run.save()
+            run.finish()
+        said = agent.heard()
+    assert not any("accumulated" in each.text for each in said if isinstance(each, RankNotice))
+
+
 def test_a_window_of_accelerates_is_one_step_to_save(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerate = pytest.importorskip(
         "accelerate", reason="NOT RUN: accelerate is not installed (pip install '.[dev]')"

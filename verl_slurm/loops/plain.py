@@ -135,7 +135,7 @@ class LoopRun:
         self._started, self._done = False, False
         self._native: CheckpointSaver | None = None
         self._optimizers: list[Optimizer] = []
-        self._has_warned = False
+        self._is_between = self._has_warned = False
         self.step, self.stopping = 0, False
 
     @property
@@ -269,8 +269,9 @@ class LoopRun:
         self._row, self._metrics = self._metrics | metrics, {}
         # Reported before the save, so that the daemon allows for the storage from here on.
         self._saver.step_done(step, self._row, self._total)
+        self._is_between, self._updates_before = self._updates == self._updates_before, self._updates
         # Gradients are in no checkpoint: a step of accelerate's ends with its window.
-        if _is_accumulating() and step < self._total:
+        if _is_accumulating() and not self._is_last:
             return
         former, self._asked_at = self._asked_at, step
         # Collective, once per step on every rank, whether or not a save is due.
@@ -283,7 +284,10 @@ class LoopRun:
         if request is not None and request.stop:
             self.stopping = True
             self._saver.leave()
-        self._updates_before = self._updates
+
+    @property
+    def _is_last(self) -> bool:
+        return 0 < self._total <= self.step  # 0: not known
 
     def _watch_updates(self) -> None:
         def count(*_: object) -> None:
@@ -298,7 +302,8 @@ class LoopRun:
     def _warn_of_gradients(self) -> None:
         """Says it if a save comes between two updates of the optimizers, in a loop that accumulates by itself."""
         # One that never steps by `Optimizer.step`, as a captured graph does not, tells nothing.
-        if self._updates != self._updates_before or not self._updates or self._has_warned:
+        has_updated = not self._is_between or self._updates != self._updates_before
+        if has_updated or not self._updates or self._has_warned:
             return
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         if any(parameter.grad is not None for group in groups for parameter in group["params"]):
@@ -347,7 +352,7 @@ class LoopRun:
         self._saver.close(broken=not isinstance(error, SystemExit | None))
 
     def _save(self, why: str = "", *, last: bool = False) -> RanksFailed | None:
-        if self.step < self._total:
+        if not self._is_last:
             self._warn_of_gradients()
         return self._saver.save(self.step, self._store, metrics=self._row, why=why, last=last)
 

@@ -50,7 +50,12 @@ def start() -> None:
 
 def _keep_workers(handling: ModuleType) -> None:
     """Has the worker processes of torch's data loaders outlive Slurm's warnings, as their rank does."""
-    set_handlers = handling._set_worker_signal_handlers
+    set_handlers = getattr(handling, "_set_worker_signal_handlers", None)
+    if set_handlers is None:
+        sys.stderr.write(
+            "verl-slurm: this torch's data loaders may lose their workers to a SIGTERM of Slurm's\n"
+        )
+        return
 
     def wait() -> None:
         # A loader ends its workers by this signal, Slurm (`KillWait`, a grace time) tells each process of a step.
