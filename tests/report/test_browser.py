@@ -30,7 +30,7 @@ def _page(folder: Path, runs: list[RunPaths]) -> Path:
 
 @pytest.fixture(autouse=True, scope="module")
 def without_squeue(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Nobody is asked whether a run lives: the browser's event loop runs in this thread."""
+    """Slurm is not asked whether a run lives: the browser's event loop runs in this thread."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", str(tmp_path_factory.mktemp("bin")))
         yield

@@ -111,7 +111,7 @@ def test_a_run_whose_job_no_journal_names_is_what_slurm_says(
     run.events.unlink()
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     assert state(run.root) == "prepared"
-    assert squeue[1] == [], "without Slurm nobody is asked"
+    assert squeue[1] == [], "without Slurm no question is asked"
     (private_dir(tmp_path / "bin") / "squeue").write_text("")
     (tmp_path / "bin/squeue").chmod(0o700)
     name, _, reason = slurm.partition(" ")

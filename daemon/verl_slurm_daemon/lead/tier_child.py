@@ -37,7 +37,7 @@ class TierMover:
     def wake(self) -> None:
         """Announces that there is something new to move."""
         self._wanted.set()
-        if self._runs:  # else nobody makes that pass
+        if self._runs:  # otherwise that pass is never made
             self._idle.clear()
 
     @property

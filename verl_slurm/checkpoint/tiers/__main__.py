@@ -63,7 +63,7 @@ def main(args: list[str] | None = None) -> int:
 
 
 def _extend(seconds: float, above: str) -> None:
-    if above:  # whoever reads it knows by this line that there is one
+    if above:  # by this line its reader knows that there is one
         _say({"name": None})
     signal.alarm(math.ceil(seconds))
 

@@ -64,7 +64,7 @@ def _keep_workers(handling: ModuleType) -> None:
         os._exit(0)
 
     def set_and_block() -> None:
-        # torch's own handler ends the worker, whoever sent it: the rank would fail in the step that is to be saved.
+        # torch's own handler ends the worker, by any sender: the rank would fail in the step that is to be saved.
         set_handlers()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=wait, daemon=True).start()
