@@ -134,6 +134,8 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	@if command -v shellcheck >/dev/null; then shellcheck sbatch/*.sbatch .ci/run; \
+	else echo "shellcheck is not here (Debian's package of that name): its tests are NOT RUN."; fi
 
 # Two at a time: the tests on Slurm wait much of their time. Each worker of a lane has a cluster of its own.
 test: setup prometheus accounting browser ## linters, and the tests, the real-Slurm ones included (12 minutes on two cores)
