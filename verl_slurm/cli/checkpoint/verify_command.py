@@ -15,7 +15,7 @@ from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.checkpoint.inspect.compare import SUBJECTS, compare, difference
 from verl_slurm.checkpoint.inspect.describe import describe
-from verl_slurm.checkpoint.store.catalog import list_checkpoints, newest_checkpoint
+from verl_slurm.checkpoint.store.catalog import list_checkpoints, newest_checkpoint, removed_meanwhile
 from verl_slurm.checkpoint.store.frozen import frozen_digests
 from verl_slurm.checkpoint.store.lost import gone_back
 from verl_slurm.checkpoint.store.run_config import keys_at_hand, keys_for
@@ -134,16 +134,19 @@ def _read_back(
     as_json: bool,
 ) -> _Read:
     read: _Read = {"checkpoints": []}
+    removed: list[str] = []
 
     def take(kind: str, path: Path, one: ScrubResult) -> None:
-        # What is gone was pruned by the living run since it was listed, which is no damage.
+        name = path.name if run is None else str(path.relative_to(run.root))
+        # A living run has pruned it since it was listed: no damage, and no verdict either.
         if one.gone:
+            removed.append(name)
             return
         read[kind].append((path, one))
         # At once: whatever ends this command later, what was set aside has been said.
         if not as_json:
             bar.close()
-            _tell(path.name if run is None else str(path.relative_to(run.root)), one)
+            _tell(name, one)
 
     # Before anything is moved: a link in the place of RUN/frozen is refused.
     frozen = [] if run is None else frozen_digests(run)
@@ -159,6 +162,12 @@ def _read_back(
         for name in frozen:
             one = scrub_frozen(run, name, set_aside=set_aside, bytes_per_s=bytes_per_s)
             take("frozen", run.frozen / name, one)
+    # Nothing is good of which nothing was read. What is damaged is told all the same.
+    if not read["checkpoints"] and all(one.verdict.ok for rows in read.values() for _, one in rows):
+        raise removed_meanwhile(next(iter(sizes)))
+    bar.close()
+    for name in removed:
+        render.warning(f"{name} was removed while it was read, as by the keep_last of a run that lives")
     return read
 
 
