@@ -28,7 +28,7 @@ from verl_slurm.checkpoint.format.tensor_index import (
     tensor_file,
 )
 from verl_slurm.checkpoint.store.commit import begin, commit, seal
-from verl_slurm.checkpoint.store.verify import verify
+from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.config.load import load
 from verl_slurm.config.schema import CheckpointConfig, DataConfig, TrainConfig
 from verl_slurm.dataset.fingerprint.cache import default_path, save as save_cache
@@ -304,3 +304,29 @@ def test_storage_that_dies_while_checkpoints_are_read_is_not_taken_for_their_rem
     monkeypatch.undo()
     assert (result.code, result.json["ok"]) == (ExitCode.CORRUPT, False)
     assert "cannot be read: Stale file handle" in result.json["checkpoints"][0]["problems"][0]["what"]
+
+
+@pytest.mark.parametrize(
+    ("reads", "words"),
+    [
+        ("checkpoint.inspect.compare.verify", ("inspect", "OLD", "NEW", "--bits")),
+        ("checkpoint.store.reader.read_manifest", ("inspect", "OLD", "NEW")),
+        ("checkpoint.store.reader.read_manifest", ("inspect", "OLD")),
+        ("verl.reshard.checkpoint.verify", ("reshard", "OLD", "--ranks", "3", "--out", "OUT")),
+    ],
+)
+def test_a_command_says_which_checkpoint_was_removed_while_it_read_it(
+    run: RunPaths, cli: Cli, monkeypatch: pytest.MonkeyPatch, reads: str, words: tuple[str, ...]
+) -> None:
+    old, new = save(run, 1), save(run, 2)
+    places = {"OLD": old, "NEW": new, "OUT": run.root.parent / "out"}
+    real = verify if reads.endswith(".verify") else read_manifest
+
+    def pruned(directory: Path, **options: Any) -> Any:
+        shutil.rmtree(old, ignore_errors=True)
+        return real(directory, **options)
+
+    monkeypatch.setattr(f"verl_slurm.{reads}", pruned)
+    result = cli(*(places.get(word, word) for word in words))
+    assert result.code == ExitCode.NOT_FOUND
+    assert f"the checkpoint was removed while it was read: {old}" in result.error

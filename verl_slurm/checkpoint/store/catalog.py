@@ -3,6 +3,8 @@
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,6 +92,17 @@ def removed_meanwhile(checkpoint: Path) -> NotFound:
         remedy="a run that lives removes those that its keep_last does not keep: take a newer one "
         "(`verl-slurm list RUN`), or first copy one elsewhere (`cp -a`)",
     )
+
+
+@contextmanager
+def unless_removed(*checkpoints: Path) -> Iterator[None]:
+    """Raises `removed_meanwhile` for any error of the body if one of these, which were there, has gone since."""
+    try:
+        yield
+    except (OSError, VerlSlurmError) as error:
+        for checkpoint in filter(is_missing, checkpoints):
+            raise removed_meanwhile(checkpoint) from error
+        raise
 
 
 def newest_listed(paths: RunPaths) -> CheckpointInfo | None:

@@ -15,7 +15,12 @@ from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.checkpoint.inspect.compare import SUBJECTS, compare, difference
 from verl_slurm.checkpoint.inspect.describe import describe
-from verl_slurm.checkpoint.store.catalog import list_checkpoints, newest_checkpoint, removed_meanwhile
+from verl_slurm.checkpoint.store.catalog import (
+    list_checkpoints,
+    newest_checkpoint,
+    removed_meanwhile,
+    unless_removed,
+)
 from verl_slurm.checkpoint.store.frozen import frozen_digests
 from verl_slurm.checkpoint.store.lost import gone_back
 from verl_slurm.checkpoint.store.run_config import keys_at_hand, keys_for
@@ -383,7 +388,8 @@ def inspect(
 
 
 def _describe(named: Named, key_file: Path | None, *, tensors: bool, as_json: bool) -> None:
-    facts = describe(named.path, keys_for(named.path, key_file))
+    with unless_removed(named.path):
+        facts = describe(named.path, keys_for(named.path, key_file))
     if as_json:
         render.json_value(facts | {"lost": named.lost})
         return
@@ -512,7 +518,8 @@ def _curves(curves: list[dict[str, Any]]) -> None:
 
 def _differ(a: Named, b: Named, key_file: Path | None, *, as_json: bool) -> bool:
     # A key for each side, since the two may be of two runs.
-    found = difference(a.path, b.path, keys_for(a.path, key_file), keys_for(b.path, key_file))
+    with unless_removed(a.path, b.path):
+        found = difference(a.path, b.path, keys_for(a.path, key_file), keys_for(b.path, key_file))
     if as_json:
         shown = [asdict(row) for row in found]
         both = {"a": str(a.path), "b": str(b.path), "lost": (*a.lost, *b.lost)}
@@ -536,7 +543,8 @@ def _differ(a: Named, b: Named, key_file: Path | None, *, as_json: bool) -> bool
 
 def _compare(a: Named, b: Named, key_file: Path | None, *, as_json: bool) -> bool:
     # Both are verified first: damage must not look like a difference.
-    found = compare(a.path, b.path, keys_for(a.path, key_file), keys_for(b.path, key_file))
+    with unless_removed(a.path, b.path):
+        found = compare(a.path, b.path, keys_for(a.path, key_file), keys_for(b.path, key_file))
     if as_json:
         render.json_value(msgspec.to_builtins(found) | {"same": found.same, "lost": (*a.lost, *b.lost)})
         return found.same
