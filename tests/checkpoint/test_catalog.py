@@ -1,3 +1,4 @@
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -62,3 +63,18 @@ def test_what_a_living_run_removes_meanwhile_is_not_there(
 
     monkeypatch.setattr(Path, "lstat", looked_at)
     assert [info.name for info in list_checkpoints(paths)] == [new.name]
+
+
+def test_storage_that_does_not_answer_is_not_taken_for_a_checkpoint_that_is_gone(
+    save: Save, paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(2)
+
+    def stale(*_: object, **__: object) -> os.stat_result:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr("verl_slurm.checkpoint.store.catalog.read_manifest", stale)
+    monkeypatch.setattr(os, "lstat", stale)
+    (found,) = list_checkpoints(paths)
+    assert (found.kind, "Stale file handle" in found.detail) == ("torn", True)
+    assert set_aside(paths, path.name, "a test") is not None

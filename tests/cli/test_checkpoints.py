@@ -1,5 +1,8 @@
 """`list`, `verify`, `inspect` and `fingerprint` on checkpoints made through the real commit."""
 
+import errno
+import os
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +17,7 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.keys import new_key_file
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.info import Verdict
 from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION
 from verl_slurm.checkpoint.format.state_schema import current_schema, render_schema
 from verl_slurm.checkpoint.format.tensor_index import (
@@ -24,6 +28,7 @@ from verl_slurm.checkpoint.format.tensor_index import (
     tensor_file,
 )
 from verl_slurm.checkpoint.store.commit import begin, commit, seal
+from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.config.load import load
 from verl_slurm.config.schema import CheckpointConfig, DataConfig, TrainConfig
 from verl_slurm.dataset.fingerprint.cache import default_path, save as save_cache
@@ -261,3 +266,67 @@ def test_fingerprint_of_a_run_without_one_and_of_nothing_is_refused(
     result = cli("fingerprint", tmp_path / "nowhere")
     assert result.code == ExitCode.DATA
     assert result.error
+
+
+@pytest.mark.parametrize("words", [(), ("--json",), ("--rate", "1000")])
+def test_a_checkpoint_that_goes_while_it_is_read_is_not_called_good(
+    run: RunPaths, cli: Cli, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    named = save(run, 1)
+
+    def prune_first(path: Path, **options: Any) -> Any:
+        shutil.rmtree(path)
+        return verify(path, **options)
+
+    monkeypatch.setattr("verl_slurm.checkpoint.store.scrub.verify", prune_first)
+    result = cli("verify", named, *words)
+    assert result.code == ExitCode.NOT_FOUND
+    assert f"the checkpoint was removed while it was read: {named}" in result.error
+
+
+def test_storage_that_dies_while_checkpoints_are_read_is_not_taken_for_their_removal(
+    run: RunPaths, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(run, 1)
+
+    def stale(path: Path, **_: Any) -> Verdict:
+        def lstat(*_: Any, **__: Any) -> Any:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "open", lstat)
+            found = verify(path)
+        monkeypatch.setattr(os, "lstat", lstat)
+        return found
+
+    monkeypatch.setattr("verl_slurm.checkpoint.store.scrub.verify", stale)
+    result = cli("verify", run.root, "--json")
+    monkeypatch.undo()
+    assert (result.code, result.json["ok"]) == (ExitCode.CORRUPT, False)
+    assert "cannot be read: Stale file handle" in result.json["checkpoints"][0]["problems"][0]["what"]
+
+
+@pytest.mark.parametrize(
+    ("reads", "words"),
+    [
+        ("checkpoint.inspect.compare.verify", ("inspect", "OLD", "NEW", "--bits")),
+        ("checkpoint.store.reader.read_manifest", ("inspect", "OLD", "NEW")),
+        ("checkpoint.store.reader.read_manifest", ("inspect", "OLD")),
+        ("verl.reshard.checkpoint.verify", ("reshard", "OLD", "--ranks", "3", "--out", "OUT")),
+    ],
+)
+def test_a_command_says_which_checkpoint_was_removed_while_it_read_it(
+    run: RunPaths, cli: Cli, monkeypatch: pytest.MonkeyPatch, reads: str, words: tuple[str, ...]
+) -> None:
+    old, new = save(run, 1), save(run, 2)
+    places = {"OLD": old, "NEW": new, "OUT": run.root.parent / "out"}
+    real = verify if reads.endswith(".verify") else read_manifest
+
+    def pruned(directory: Path, **options: Any) -> Any:
+        shutil.rmtree(old, ignore_errors=True)
+        return real(directory, **options)
+
+    monkeypatch.setattr(f"verl_slurm.{reads}", pruned)
+    result = cli(*(places.get(word, word) for word in words))
+    assert result.code == ExitCode.NOT_FOUND
+    assert f"the checkpoint was removed while it was read: {old}" in result.error

@@ -172,6 +172,7 @@ def test_a_checkpoint_that_a_living_run_prunes_meanwhile_is_no_damage(
     result = cli("verify", run.root, "--scrub", "--json")
     assert result.code == ExitCode.OK
     assert len(result.json["checkpoints"]) == 1
+    assert "checkpoints/step_000010 was removed while it was read" in result.error
 
 
 def test_of_a_run_of_verl_the_files_are_read_that_its_settings_name(cli: Cli, run: RunPaths) -> None:

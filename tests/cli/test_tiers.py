@@ -138,3 +138,22 @@ def test_without_the_key_nothing_is_moved_and_a_look_says_what_it_did_not_check(
         assert "signature not checked: no key" in seen.err
         answer = cli("tiers", run.root, *words, "--json").json
         assert answer["signature"].startswith("not checked: no key")
+
+
+@pytest.mark.parametrize(("lives", "keeps"), [(True, {}), (True, {"keep_every": 10}), (False, {})])
+def test_what_a_living_run_will_remove_again_is_named_as_it_comes_home(
+    cli: Cli, run: RunPaths, tmp_path: Path, lives: bool, keeps: dict[str, int]
+) -> None:
+    write_config(run, root=tmp_path, tiers=(cold_tier(tmp_path / "cold"),), keep_last=2, **keeps)
+    assert cli("tiers", run.root, "--offload").code == ExitCode.OK
+    shutil.rmtree(run.checkpoints / "step_000010")
+    for step in (22, 24):
+        staging = stage(run, step)
+        commit(staging, manifest_of(staging), attempt_check=owns_it)
+    if lives:
+        append_event(run, "submitted", job_id="7", cluster="local", host="another-host")
+    back = cli("tiers", run.root, "--fetch-back", "step_000010")
+    assert (back.code, "was fetched" in back.out) == (ExitCode.OK, True)
+    says = "and removes step_000010 with one of its next saves (keep_last): `cp -a "
+    assert (says in back.err) is (lives and not keeps)
+    assert cli("tiers", run.root, "--fetch-back", "step_000024").err == "", "it stays for now"

@@ -1,5 +1,7 @@
 """What lies on the nodes' own disks comes home, and what the user has left behind does not."""
 
+import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from tests.journals import make_event
 from verl_slurm.base.errors import Fenced
 from verl_slurm.base.fence import take_attempt
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.store.local_copy import local_directory
+from verl_slurm.checkpoint.store.local_copy import list_parts, local_directory
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config.load import load_resolved
 from verl_slurm.config.schema import CheckpointConfig
@@ -115,3 +117,15 @@ def test_what_lies_on_nodes_that_are_not_here_is_named_until_a_newer_save_is_on_
     assert History([started, alone]).on_nodes_alone([], since=2) == {}, (
         "its user went back to an older checkpoint"
     )
+
+
+def test_a_disk_that_does_not_answer_is_not_taken_for_one_without_parts(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(path: Path, **_: object) -> os.stat_result:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(os, "lstat", fails)
+    monkeypatch.setattr(os, "listdir", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        list_parts(node.directory)

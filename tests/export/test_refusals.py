@@ -1,5 +1,6 @@
 """What an export refuses, how it ends early, and that it leaves nothing then."""
 
+import errno
 import json
 import os
 import shutil
@@ -9,8 +10,9 @@ from typing import Any
 import pytest
 
 from tests.export.conftest import fill_here, wish
-from verl_slurm.base.errors import CheckpointCorrupt, DataError, PermissionRefused, VerlSlurmError
+from verl_slurm.base.errors import CheckpointCorrupt, DataError, NotFound, PermissionRefused, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.cli.__main__ import main
 from verl_slurm.export import exporting
 from verl_slurm.export.exporting import export as export_checkpoint
@@ -204,3 +206,61 @@ def test_the_child_opens_no_checkpoint_but_the_verified_one(
     assert code == said[-1]["exit_code"] == ExitCode.CORRUPT
     assert "has changed since it was verified" in said[-1]["error"]["what"]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("moment", ["verified", "filled", "read"])
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_named_and_not_the_output(
+    moment: str, make_trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from verl_slurm.checkpoint.store import reader
+
+    fill_here(monkeypatch)
+    mine = make_trained(tied=False)
+    path = mine.save()
+    module = {
+        "verified": (exporting, "verify"),
+        "filled": (exporting, "fill"),
+        "read": (reader, "read_checked"),
+    }
+    owner, name = module[moment]
+    real = getattr(owner, name)
+
+    def pruned(*args: Any, **options: Any) -> Any:
+        shutil.rmtree(path, ignore_errors=True)
+        return real(*args, **options)
+
+    monkeypatch.setattr(owner, name, pruned)
+    with pytest.raises(NotFound, match="removed while it was read") as caught:
+        export_checkpoint(path, wish(tmp_path / "out", mine.base))
+    said = caught.value.one_line()
+    assert str(path) in said
+    assert "cp -a" in said
+    assert "--out" not in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("fault", [errno.EIO, errno.ESTALE])
+def test_storage_that_does_not_give_the_checkpoint_is_not_called_that_of_the_output(
+    fault: int, trained: Any, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from verl_slurm.checkpoint.store import reader
+    from verl_slurm.export import __main__ as child
+
+    def fails(root: int, readings: Any, *, on_problem: Any, **_: Any) -> None:
+        on_problem(readings[0].entry.path, OSError(fault, os.strerror(fault)))
+
+    manifest = read_manifest(checkpoint)
+    order = exporting.ExportOrder(
+        checkpoint=checkpoint,
+        digest=manifest.digest,
+        staging=tmp_path,
+        key_file=None,
+        wish=wish(tmp_path / "out", trained.base),
+    )
+    monkeypatch.setattr(reader, "read_checked", fails)
+    said: list[Any] = []
+    assert child.answer(order, said.append) == ExitCode.PERMISSION
+    error = said[-1]["error"]
+    assert (error["what"], error["found"]) == ("the checkpoint cannot be read", os.strerror(fault))
+    assert error["where"].startswith(str(checkpoint))
+    assert "--out" not in error["remedy"]

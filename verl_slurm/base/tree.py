@@ -51,6 +51,17 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
         return self.path.count("/") >= DEEPEST and self.kind == "directory"
 
 
+def is_missing(path: Path) -> bool:
+    """Returns whether there is no such entry. `os.path.lexists` takes each error of the storage for that."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
 @contextmanager
 def open_directory(path: Path | str, *, below: int | None = None, follow: bool = False) -> Iterator[int]:
     """Yields a descriptor of a directory that is no link, unless links are followed.

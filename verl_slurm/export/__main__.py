@@ -17,7 +17,7 @@ import torch
 from transformers.utils import logging as hf_logging
 
 from verl_slurm.base.errors import CheckpointCorrupt, PermissionRefused, VerlSlurmError
-from verl_slurm.checkpoint.store.reader import CheckpointReader
+from verl_slurm.checkpoint.inspect.contents import Look
 from verl_slurm.checkpoint.store.run_config import keys_for
 from verl_slurm.config.roles import Role
 from verl_slurm.export.exporting import ExportOrder, read_order
@@ -37,7 +37,8 @@ def work(order: ExportOrder, say: Callable[[object], Any]) -> None:
     """Fills the staging directory; `say` is given the lines of standard output."""
     wish, keys = order.wish, keys_for(order.checkpoint, order.key_file)
     # Between the verification and this another checkpoint may have taken the name.
-    reader = CheckpointReader(order.checkpoint, keys)
+    # A `Look`: an error of the checkpoint's storage is told as that. Any other OSError is one of the output.
+    reader = Look(order.checkpoint, keys)
     if reader.manifest.digest != order.digest:
         raise CheckpointCorrupt("the checkpoint has changed since it was verified", where=order.checkpoint)
     dtype = _DTYPES[wish.dtype]

@@ -29,6 +29,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.components import require_own
 from verl_slurm.checkpoint.format.specification import CHAT_TEMPLATE, Manifest
 from verl_slurm.checkpoint.inspect.contents import Look
+from verl_slurm.checkpoint.store.catalog import unless_removed
 from verl_slurm.checkpoint.store.run_config import keys_for
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config.roles import Role
@@ -140,7 +141,7 @@ def export(
 
     Raises:
         PermissionRefused: `out` holds something, or the storage refused.
-        NotFound: there is no checkpoint, or `out` has no parent directory.
+        NotFound: there is no checkpoint, or it was removed meanwhile; or `out` has no parent directory.
         CheckpointCorrupt: the checkpoint does not verify.
         DataError: the base model is not the run's, or lacks config or tokenizer.
         SchemaMismatch: another version laid out the state.
@@ -160,14 +161,15 @@ def export(
     # Every byte, before any is written: the child checks each chunk that it reads, but would find a fault in the
     # middle.
     remedy = "export one that does (`verl-slurm verify RUN`)"
-    manifest = verify(directory, keys=keys).require("the checkpoint does not verify", directory, remedy)
+    with unless_removed(directory):
+        manifest = verify(directory, keys=keys).require("the checkpoint does not verify", directory, remedy)
+        trained = _trained_template(look)
     progress(ExportProgress(phase="model"))
     frozen = RunPaths(directory.parent.parent).frozen
     differs = _differs(wish.model, manifest, frozen)
     if differs and wish.is_first_model:
         raise _changed(wish.model, manifest, differs, frozen)
-    trained = _trained_template(look)
-    with whole_output(out, "the export") as staging:
+    with unless_removed(directory), whole_output(out, "the export") as staging:
         order = ExportOrder(
             checkpoint=directory, digest=manifest.digest, staging=staging, key_file=key_file, wish=wish
         )

@@ -1,13 +1,20 @@
 """Reads the small files of a checkpoint for a look at it; reads no tensors."""
 
 import errno
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from verl_slurm.base import bounded
-from verl_slurm.base.errors import CheckpointCorrupt, NotFound, PermissionRefused
+from verl_slurm.base.errors import (
+    CheckpointCorrupt,
+    NotFound,
+    PermissionRefused,
+    VerlSlurmError,
+    is_transient_storage_error,
+)
 from verl_slurm.base.keys import Keyring
 from verl_slurm.checkpoint.format.specification import (
     GUEST_FILES,
@@ -15,6 +22,7 @@ from verl_slurm.checkpoint.format.specification import (
     FileEntry,
 )
 from verl_slurm.checkpoint.format.tensor_index import INDEX, TensorIndex, parse_index
+from verl_slurm.checkpoint.store.chunks import Wanted
 from verl_slurm.checkpoint.store.reader import CheckpointReader, limit_of
 from verl_slurm.config import strict_yaml
 
@@ -24,7 +32,7 @@ class Look(CheckpointReader):
 
     Raises:
         NotFound: there is no checkpoint.
-        PermissionRefused: it may not be read.
+        PermissionRefused: it may not be read, or its storage does not give it.
         CheckpointCorrupt, SchemaMismatch, KeyRefused: see `CheckpointReader`.
     """
 
@@ -34,7 +42,7 @@ class Look(CheckpointReader):
         try:
             super().__init__(directory, keys)
         except OSError as error:
-            raise _closed(directory, error) or NotFound(
+            raise _withheld(directory, error) or NotFound(
                 "no whole checkpoint there",
                 where=directory,
                 found=f"{MANIFEST}: {error.strerror}",
@@ -42,14 +50,18 @@ class Look(CheckpointReader):
             ) from error
 
     def read(self, path: str, *, head: int | None = None) -> bytes:
-        """As `CheckpointReader.read`; PermissionRefused if it may not be read, and CheckpointCorrupt if it is gone."""
+        """As `CheckpointReader.read`; PermissionRefused if it cannot be read, and CheckpointCorrupt if it is gone."""
         try:
             return super().read(path, head=head)
         except OSError as error:
-            where = self.directory / path
-            raise _closed(where, error) or _bad(
-                where, error.strerror or error, "the file that was committed"
-            ) from error
+            raise _not_given(self.directory / path, error) from error
+
+    def fill(self, wanted: Mapping[str, Sequence[Wanted]], near: Path | None = None) -> None:
+        """As `CheckpointReader.fill`; errors as `read`."""
+        try:
+            super().fill(wanted, near)
+        except OSError as error:
+            raise _not_given(self.directory, error) from error
 
     def indexes(self) -> dict[str, TensorIndex | FileEntry]:
         """Maps each domain to its tensors, or to its index's entry if that is too large for a look."""
@@ -90,10 +102,20 @@ def flat(value: object, prefix: str = "") -> dict[str, object]:
     return merged
 
 
-def _closed(where: object, error: OSError) -> PermissionRefused | None:
-    if error.errno not in (errno.EACCES, errno.EPERM):
-        return None
-    return PermissionRefused("the checkpoint may not be read", where=where, remedy="ask its owner")
+def _withheld(where: object, error: OSError) -> PermissionRefused | None:
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return PermissionRefused("the checkpoint may not be read", where=where, remedy="ask its owner")
+    # Storage that fails now says nothing about the checkpoint: it is not called corrupt, nor missing.
+    if is_transient_storage_error(error):
+        remedy = "see whether its storage is well, then the same command again"
+        return PermissionRefused(
+            "the checkpoint cannot be read", where=where, found=error.strerror, remedy=remedy
+        )
+    return None
+
+
+def _not_given(where: object, error: OSError) -> VerlSlurmError:
+    return _withheld(where, error) or _bad(where, error.strerror or error, "the file that was committed")
 
 
 def _bad(where: object, found: object, expected: object) -> CheckpointCorrupt:

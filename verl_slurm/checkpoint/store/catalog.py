@@ -3,6 +3,8 @@
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from verl_slurm.base.files import no_directory
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.run_id import other_run
-from verl_slurm.base.tree import names_in
+from verl_slurm.base.tree import is_missing, names_in
 from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.checkpoint.format.specification import MANIFEST, STAGING_NAME
@@ -80,6 +82,27 @@ def newest_checkpoint(run: Path) -> Path:
             "the run has no checkpoint yet", where=run, remedy=f"verl-slurm status {shell_word(run)}"
         )
     return committed[0].resolve()
+
+
+def removed_meanwhile(checkpoint: Path) -> NotFound:
+    """Returns the error of a command under which the checkpoint that it read went away."""
+    return NotFound(
+        "the checkpoint was removed while it was read",
+        where=checkpoint,
+        remedy="a run that lives removes those that its keep_last does not keep: take a newer one "
+        "(`verl-slurm list RUN`), or first copy one elsewhere (`cp -a`)",
+    )
+
+
+@contextmanager
+def unless_removed(*checkpoints: Path) -> Iterator[None]:
+    """Raises `removed_meanwhile` for any error of the body if one of these, which were there, has gone since."""
+    try:
+        yield
+    except (OSError, VerlSlurmError) as error:
+        for checkpoint in filter(is_missing, checkpoints):
+            raise removed_meanwhile(checkpoint) from error
+        raise
 
 
 def newest_listed(paths: RunPaths) -> CheckpointInfo | None:
@@ -155,7 +178,7 @@ def _classify(paths: RunPaths, path: Path, partial: bool) -> CheckpointInfo | No
         manifest = read_manifest(path)
     # Either it has no manifest that verifies, or it was removed between the listing and this.
     except (OSError, VerlSlurmError) as error:
-        return replace(info, detail=str(error)) if os.path.lexists(path) else None
+        return None if is_missing(path) else replace(info, detail=str(error))
     if other := other_run(paths, manifest.run_id, manifest.digest):
         return replace(info, kind="foreign", detail=other)
     if bool(manifest.components) != partial:

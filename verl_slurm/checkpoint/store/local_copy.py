@@ -34,7 +34,7 @@ from verl_slurm.base.errors import TierError, VerlSlurmError
 from verl_slurm.base.files import fsync_path, private_dir, rename, require_own, require_safe_way, write_file
 from verl_slurm.base.keys import Keyring
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
-from verl_slurm.base.tree import files_below, list_tree, open_directory
+from verl_slurm.base.tree import files_below, is_missing, list_tree, open_directory
 from verl_slurm.checkpoint.format.info import Verdict
 from verl_slurm.checkpoint.format.manifest import checkpoint_order, render
 from verl_slurm.checkpoint.format.specification import MANIFEST, STAGING_NAME, Manifest
@@ -106,7 +106,7 @@ def list_parts(directory: Path, keys: Keyring | None = None) -> list[LocalPart]:
     Raises:
         PermissionRefused: the directory, or the run's around it, is another user's, or others may write it.
     """
-    if not os.path.lexists(directory):
+    if is_missing(directory):
         return []
     # Its name can be guessed, and the run would resume from its content.
     # From the root on: who can rename a directory above ours can put another one in its place.

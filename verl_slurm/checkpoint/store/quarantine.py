@@ -22,7 +22,7 @@ from verl_slurm.base.bounded import RECORD, decode_json, read_regular
 from verl_slurm.base.errors import UNREADABLE, CheckpointCorrupt, TierError
 from verl_slurm.base.files import fsync_path, private_dir, rename, write_file
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.base.tree import open_below, open_directory
+from verl_slurm.base.tree import is_missing, open_below, open_directory
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.checkpoint.format.specification import MANIFEST, STAGING_NAME, FileEntry
 from verl_slurm.checkpoint.store.copies import DirectoryPlace, copy_file
@@ -36,7 +36,7 @@ def move_to_quarantine(directory: Path, reasons: Sequence[str], *, until_gone: s
 
     `until_gone`: a name beside it; while it exists, the next start puts this one back. OSError: not moved.
     """
-    if not os.path.lexists(directory):
+    if is_missing(directory):
         return None
     # Beside the checkpoints, on the same file system: the move is a rename, and no copy can fail half way.
     quarantine = private_dir(directory.parent / "quarantine", inside=directory.parent)

@@ -16,6 +16,7 @@ from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.fence import require_attempt
 from verl_slurm.base.keys import Keyring
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.tree import is_missing
 from verl_slurm.checkpoint.format.info import CheckpointInfo, Problem, Verdict
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.frozen import check_frozen, frozen_digests
@@ -115,12 +116,13 @@ def scrub_frozen(
 
 
 def _judged(path: Path, verdict: Verdict, *, set_aside: bool) -> ScrubResult:
-    if not verdict.ok and not os.path.lexists(path):
+    # Without the folder around it, it is the storage that is away.
+    if not verdict.ok and is_missing(path) and not is_missing(path.parent):
         return ScrubResult(verdict=verdict, set_aside=None, gone=True)
     moved, not_moved = None, ""
     # `damaged` leaves out what could not be read, belongs to others or has another key. A link stays: what it leads to
     # may be a good one, which its user moved.
-    if set_aside and not verdict.ok and verdict.damaged and not path.is_symlink():
+    if set_aside and not verdict.ok and verdict.damaged and not os.path.islink(path):
         try:
             moved = move_to_quarantine(path, [f"scrub: {problem}" for problem in verdict.problems])
         # A full disk must not hide the verdict, nor keep the next ones from being read.

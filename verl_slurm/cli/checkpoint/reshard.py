@@ -9,6 +9,7 @@ import click
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.specification import MANIFEST
+from verl_slurm.checkpoint.store.catalog import unless_removed
 from verl_slurm.checkpoint.store.commit import StagingDirectory
 from verl_slurm.cli.checkpoint.verify_command import Named, one_checkpoint
 from verl_slurm.cli.command_options import PLACE, RUN, Whole, command, flag, option
@@ -68,6 +69,7 @@ def reshard(
     with ExitStack() as opened:
         opened.callback(bar.close)
         bar.show(f"verifying {directory.name}, every byte")
+        opened.enter_context(unless_removed(directory))
         source = open_source(directory)
         python = python_for(source, contained_argv)
         # Before the process: it is told which directories it writes to, as an image sees no others.

@@ -23,6 +23,7 @@ from verl_slurm.cli.command_options import RUN, Whole, command, flag, option
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load_resolved
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.submit.checks.resume_point import removed_by_living
 
 
 @command("CORRUPT KEY NOT_FOUND")
@@ -245,7 +246,11 @@ def _fetch_back(run: RunPaths, config: RunConfig, name: str | None, *, as_json: 
         )
     # The newest that a tier has need not be the last that the run saved.
     lost = lost_newer(run) if name is None else ()
-    value = msgspec.to_builtins(fetched) | {"path": str(run.checkpoints / fetched.name), "lost": lost}
+    path = run.checkpoints / fetched.name
+    if removes := removed_by_living(run, fetched.name, soon=True):
+        way = f"`cp -a {shell_word(path)} DIR` keeps it, and so does a checkpoint.keep_every that fits it"
+        render.warning(f"{removes}: {way}")
+    value = msgspec.to_builtins(fetched) | {"path": str(path), "lost": lost}
     render.answer(value, *fetched.reasons, as_json=as_json)
 
 

@@ -15,7 +15,12 @@ from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.checkpoint.inspect.compare import SUBJECTS, compare, difference
 from verl_slurm.checkpoint.inspect.describe import describe
-from verl_slurm.checkpoint.store.catalog import list_checkpoints, newest_checkpoint
+from verl_slurm.checkpoint.store.catalog import (
+    list_checkpoints,
+    newest_checkpoint,
+    removed_meanwhile,
+    unless_removed,
+)
 from verl_slurm.checkpoint.store.frozen import frozen_digests
 from verl_slurm.checkpoint.store.lost import gone_back
 from verl_slurm.checkpoint.store.run_config import keys_at_hand, keys_for
@@ -134,16 +139,19 @@ def _read_back(
     as_json: bool,
 ) -> _Read:
     read: _Read = {"checkpoints": []}
+    removed: list[str] = []
 
     def take(kind: str, path: Path, one: ScrubResult) -> None:
-        # What is gone was pruned by the living run since it was listed, which is no damage.
+        name = path.name if run is None else str(path.relative_to(run.root))
+        # A living run has pruned it since it was listed: no damage, and no verdict either.
         if one.gone:
+            removed.append(name)
             return
         read[kind].append((path, one))
         # At once: whatever ends this command later, what was set aside has been said.
         if not as_json:
             bar.close()
-            _tell(path.name if run is None else str(path.relative_to(run.root)), one)
+            _tell(name, one)
 
     # Before anything is moved: a link in the place of RUN/frozen is refused.
     frozen = [] if run is None else frozen_digests(run)
@@ -159,6 +167,12 @@ def _read_back(
         for name in frozen:
             one = scrub_frozen(run, name, set_aside=set_aside, bytes_per_s=bytes_per_s)
             take("frozen", run.frozen / name, one)
+    # Nothing is good of which nothing was read. What is damaged is told all the same.
+    if not read["checkpoints"] and all(one.verdict.ok for rows in read.values() for _, one in rows):
+        raise removed_meanwhile(next(iter(sizes)))
+    bar.close()
+    for name in removed:
+        render.warning(f"{name} was removed while it was read, as by the keep_last of a run that lives")
     return read
 
 
@@ -374,7 +388,8 @@ def inspect(
 
 
 def _describe(named: Named, key_file: Path | None, *, tensors: bool, as_json: bool) -> None:
-    facts = describe(named.path, keys_for(named.path, key_file))
+    with unless_removed(named.path):
+        facts = describe(named.path, keys_for(named.path, key_file))
     if as_json:
         render.json_value(facts | {"lost": named.lost})
         return
@@ -503,7 +518,8 @@ def _curves(curves: list[dict[str, Any]]) -> None:
 
 def _differ(a: Named, b: Named, key_file: Path | None, *, as_json: bool) -> bool:
     # A key for each side, since the two may be of two runs.
-    found = difference(a.path, b.path, keys_for(a.path, key_file), keys_for(b.path, key_file))
+    with unless_removed(a.path, b.path):
+        found = difference(a.path, b.path, keys_for(a.path, key_file), keys_for(b.path, key_file))
     if as_json:
         shown = [asdict(row) for row in found]
         both = {"a": str(a.path), "b": str(b.path), "lost": (*a.lost, *b.lost)}
@@ -527,7 +543,8 @@ def _differ(a: Named, b: Named, key_file: Path | None, *, as_json: bool) -> bool
 
 def _compare(a: Named, b: Named, key_file: Path | None, *, as_json: bool) -> bool:
     # Both are verified first: damage must not look like a difference.
-    found = compare(a.path, b.path, keys_for(a.path, key_file), keys_for(b.path, key_file))
+    with unless_removed(a.path, b.path):
+        found = compare(a.path, b.path, keys_for(a.path, key_file), keys_for(b.path, key_file))
     if as_json:
         render.json_value(msgspec.to_builtins(found) | {"same": found.same, "lost": (*a.lost, *b.lost)})
         return found.same

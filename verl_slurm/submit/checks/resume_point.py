@@ -16,6 +16,7 @@ from verl_slurm.base.keys import load_keys
 from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.tree import files_below
+from verl_slurm.checkpoint.decide.best import Best
 from verl_slurm.checkpoint.decide.retention import plan_prune
 from verl_slurm.checkpoint.format.info import CheckpointInfo, Verdict
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
@@ -176,26 +177,33 @@ def source_may_go(checkpoint: Path) -> str:
     source = RunPaths(checkpoint.parent.parent)
     if checkpoint.parent != source.checkpoints or not source.run_yaml.is_file():
         return ""
-    # A note, so nothing that is wrong with the other run, or with Slurm, which is asked again, keeps this one from its
-    # queue.
+    removes = removed_by_living(source, checkpoint.name, soon=False)
+    copy = f"cp -a {shell_word(checkpoint)} DIR, then checkpoint.resume_from=DIR/{checkpoint.name}"
+    return removes and f"checkpoint.resume_from: {removes}, maybe before this job starts: {copy}"
+
+
+def removed_by_living(run: RunPaths, name: str, *, soon: bool) -> str:
+    """Says that a run lives and will remove its checkpoint `name`; empty: not that we know.
+
+    `soon`: with its next save, by all that its retention keeps now. Otherwise when `keep_last` has passed over it.
+    """
+    # A note, so nothing that is wrong with the run, or with Slurm, which is asked again, is an error of the caller's.
     with suppress(VerlSlurmError, OSError, ValueError):
         try:
-            refuse_living(source)
+            refuse_living(run)
             return ""
         except Fenced as error:
             living = error.found
-        kept = load_resolved(source.run_yaml).checkpoint
-        infos = [info for info in list_checkpoints(source) if info.kind == "committed"]
+        kept = load_resolved(run.run_yaml).checkpoint
+        infos = [info for info in list_checkpoints(run) if info.kind == "committed"]
         # As if a newer one were there. One that is among the best now (`keep_best`) need not stay it.
         newest = max(infos, key=lambda info: info.order)
         to_come = replace(newest, step=newest.step + 1, name=f"step_{newest.step + 1:06d}")
-        plan = plan_prune([*infos, to_come], 1, keep_every=kept.keep_every)
-        if checkpoint.name in {one.name for one in plan.drop}:
-            copy = f"cp -a {shell_word(checkpoint)} DIR, then checkpoint.resume_from=DIR/{checkpoint.name}"
-            return (
-                f"checkpoint.resume_from: {source.root} lives ({living}) and removes {checkpoint.name} once it has "
-                f"{kept.keep_last} newer ones (keep_last), maybe before this job starts: {copy}"
-            )
+        last, best = (kept.keep_last, Best.of(kept)) if soon else (1, None)
+        plan = plan_prune([*infos, to_come], last, keep_every=kept.keep_every, best=best)
+        if name in {one.name for one in plan.drop}:
+            when = "with one of its next saves" if soon else f"once it has {kept.keep_last} newer ones"
+            return f"{run.root} lives ({living}) and removes {name} {when} (keep_last)"
     return ""
 
 
