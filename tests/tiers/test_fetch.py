@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.builders import write_config, write_manifest
+from tests.checkpoint.conftest import STREWN, leaves, strew
 from tests.fakes.s3_server import StandIn
 from tests.tiers.conftest import config_of, opened, posix_config, s3_config
 from verl_slurm.base.errors import CheckpointCorrupt, NoRoom, NotFound, TierAway, TierError
@@ -84,6 +85,18 @@ def test_one_that_is_there_and_verifies_is_left_alone(
         before.st_ino,
         before.st_ctime_ns,
     )  # reading changes st_atime
+
+
+def test_strays_cost_neither_a_copy_here_nor_one_in_a_tier(
+    paths: RunPaths, tiers: list[OpenTier], cold: TierConfig, save: Save
+) -> None:
+    strew(stored(cold, "step_000010"))
+    assert fetch_newest(paths, config_of(), only="step_000010", tiers=tiers).tier == "cold"
+    assert leaves(stored(cold, "step_000010")) > STREWN
+    strew(save(20))
+    assert fetch(paths, config_of(), "step_000020", tiers=tiers).tier == ""
+    for name in ("step_000010", "step_000020"):
+        assert verify(paths.checkpoints / name).ok
 
 
 @pytest.mark.parametrize("harm", ["longer", "shorter", "other", "missing", "link"])

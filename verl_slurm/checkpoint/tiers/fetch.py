@@ -37,7 +37,7 @@ from verl_slurm.checkpoint.format.specification import missing_parts
 from verl_slurm.checkpoint.store.copies import DirectoryPlace
 from verl_slurm.checkpoint.store.lost import parts_since
 from verl_slurm.checkpoint.store.medium import room_for
-from verl_slurm.checkpoint.store.quarantine import move_to_quarantine, set_aside_copies
+from verl_slurm.checkpoint.store.quarantine import move_strays, move_to_quarantine, set_aside_copies
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.checkpoint.tiers.run_copies import RunCopies, copy_checkpoint
 from verl_slurm.checkpoint.tiers.survey import Memory, OpenTier, open_tiers
@@ -258,7 +258,7 @@ def _fetch(
 ) -> str:
     """Returns the tier that it came from; empty when it was there."""
     final = paths.checkpoints / name
-    if os.path.lexists(final) and _require_judged(final, keys).ok:
+    if os.path.lexists(final) and _require_judged(final, keys).is_whole:
         return ""
     # From the nearest tier on.
     by_name = {tier.config.name: tier for tier in tiers}
@@ -298,8 +298,10 @@ def _fetch(
 
 
 def _require_judged(final: Path, keys: Keyring | None) -> Verdict:
-    """Returns the verdict on the run's own copy: good, or damaged. Else KeyRefused or CheckpointCorrupt."""
+    """Returns the verdict on the run's own copy: whole, or damaged. Else KeyRefused or CheckpointCorrupt."""
     verdict = verify(final, keys=keys)
+    if verdict.has_strays:
+        move_strays(final, verdict)
     # Not damage: with the right key it may be good.
     if verdict.needs_key:
         raise KeyRefused(
@@ -309,7 +311,7 @@ def _require_judged(final: Path, keys: Keyring | None) -> Verdict:
             remedy="name its key in checkpoint.encryption.old_key_files, or move it away by hand",
         )
     # Storage that fails now, or an owner who is not us, is no reason to replace it.
-    if not verdict.ok and not verdict.damaged:
+    if not verdict.is_whole and not verdict.damaged:
         raise CheckpointCorrupt(
             "the run's own copy cannot be judged, and is left where it is",
             where=final,
@@ -372,7 +374,7 @@ def _bring(paths: RunPaths, copies: RunCopies, name: str, keys: Keyring | None) 
         )
         if os.path.lexists(final):
             there = _require_judged(final, keys)
-            if there.ok:  # the run saved it while we fetched
+            if there.is_whole:  # the run saved it while we fetched
                 return manifest.num_bytes
             move_to_quarantine(final, [str(problem) for problem in there.problems])
         rename(outer / name, final)
