@@ -1,5 +1,6 @@
 """A small but whole checkpoint, made through the real commit."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,28 @@ FILES = {
     "runtime_state.rank_0000.msgpack.zst": b"state 0",
     "runtime_state.rank_0001.msgpack.zst": b"state 1",
 }
+
+
+def strew(checkpoint: Path) -> None:
+    """Leaves in a checkpoint what users, tools and people of bad intent do: none of it is in the manifest."""
+    (checkpoint / ".DS_Store").write_bytes(b"folders")
+    (checkpoint / ".DS_Store").chmod(0o666)
+    cache = checkpoint / "actor" / "__pycache__"
+    cache.mkdir()
+    (cache / "reward.pyc").write_bytes(b"code")
+    (cache / "self").symlink_to("..")
+    (checkpoint / "away").symlink_to("/etc")
+    os.mkfifo(checkpoint / "critic" / "new\nline")
+
+
+STREWN = {".DS_Store", "actor/__pycache__/reward.pyc", "actor/__pycache__/self", "away", "critic/new\nline"}
+"""What is no directory of that."""
+
+
+def leaves(directory: Path) -> set[str]:
+    """Names below a directory that are no directories."""
+    found = [path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir()]
+    return {path.relative_to(directory).as_posix() for path in found}
 
 
 def owns_it() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.conftest import strew
 from verl_slurm.base.errors import CheckpointCorrupt, Fenced
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.specification import Manifest, Topology
@@ -149,6 +150,18 @@ def test_a_verified_checkpoint_of_that_name_is_kept_and_the_new_one_dropped(
     assert save(2, attempt=5) == first
     assert first.stat().st_ino == inode
     assert sorted(p.name for p in paths.checkpoints.iterdir()) == ["latest", "step_000002"]
+
+
+def test_strays_in_a_verified_checkpoint_of_that_name_are_moved_out_of_it(
+    save: Save, staged: Staged, paths: RunPaths
+) -> None:
+    first = save(1)
+    strew(first)
+    inode = first.stat().st_ino
+    commit(*staged(1), attempt_check=nothing)
+    assert verify(first).ok
+    assert first.stat().st_ino == inode
+    assert [path.name[:19] for path in paths.quarantine.iterdir() if path.is_dir()] == ["strays.step_000001."]
 
 
 @pytest.mark.parametrize(

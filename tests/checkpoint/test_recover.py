@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.conftest import STREWN, leaves, strew
 from verl_slurm.base.errors import CheckpointCorrupt, NotFound, PermissionRefused, SchemaMismatch
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.state_schema import SchemaVersion, current_schema, schema_of
-from verl_slurm.checkpoint.store import recover
+from verl_slurm.checkpoint.store import recover, verify as verify_module
+from verl_slurm.checkpoint.store.quarantine import is_set_aside
 from verl_slurm.checkpoint.store.recover import choose_resume, set_aside
 from verl_slurm.checkpoint.store.verify import verify
 
@@ -64,6 +66,75 @@ def test_a_damaged_newest_is_set_aside_with_its_reason_and_the_one_before_is_tak
     assert (moved / "config.yaml").exists()
     reason = json.loads((paths.quarantine / f"{moved.name}.reason.json").read_text())
     assert any(name in line for line in reason["reasons"])
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_what_is_extra_in_the_newest_costs_no_checkpoint_and_is_moved_aside(
+    save: Save, paths: RunPaths, older: bool
+) -> None:
+    if older:
+        save(1)
+    newest = save(2)
+    strew(newest)
+    looked = choose_resume(paths, "auto", move_damaged=False)
+    assert looked.path == newest
+    assert f"the next start moves them to {paths.quarantine}" in looked.strays
+    assert leaves(newest) > STREWN
+    choice = choose_resume(paths, "auto")
+    assert (choice.path, choice.set_aside) == (newest, ())
+    assert verify(newest).ok
+    aside, note = sorted(paths.quarantine.iterdir())
+    assert leaves(aside) == STREWN
+    assert is_set_aside(aside), "`prune --quarantined` removes it"
+    assert f"moved to {aside}" in choice.strays
+    assert choice.strays == choice.reasons[-1]
+    assert "critic/new\\nline: extra special file: not in the manifest" in "".join(
+        json.loads(note.read_text())["reasons"]
+    )
+    assert choose_resume(paths, "step_000002").strays == ""
+
+
+def test_more_strays_than_a_verdict_names_are_all_moved(
+    save: Save, paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify_module, "_MOST_EXTRA", 2)
+    newest = save(2)
+    strew(newest)
+    assert "2 more that are not in the manifest" in choose_resume(paths, "step_000002").strays
+    assert verify(newest).ok
+
+
+@pytest.mark.parametrize("harm", ["a flipped bit", "a folder for a file", "a file for a folder", "a link"])
+def test_what_is_extra_hides_no_damage(save: Save, paths: RunPaths, harm: str) -> None:
+    save(1)
+    newest = save(2)
+    strew(newest)
+    victim = newest / ("critic" if harm == "a file for a folder" else "actor/__0_0.distcp")
+    if harm == "a flipped bit":
+        data = bytearray(victim.read_bytes())
+        data[17] ^= 4
+        victim.write_bytes(data)
+    else:
+        victim.rename(newest / "elsewhere")
+        if harm == "a folder for a file":
+            victim.mkdir()
+        elif harm == "a file for a folder":
+            victim.touch()
+        else:
+            victim.symlink_to("../elsewhere")
+    choice = choose_resume(paths, "auto")
+    assert choice.name == "step_000001"
+    assert [path.name[:11] for path in choice.set_aside] == [newest.name]
+
+
+def test_what_is_extra_in_one_that_others_may_write_moves_nothing(save: Save, paths: RunPaths) -> None:
+    save(1)
+    newest = save(2)
+    strew(newest)
+    (newest / "actor").chmod(0o777)
+    with pytest.raises(PermissionRefused, match="chmod -R go-w"):
+        choose_resume(paths, "auto")
+    assert leaves(newest) > STREWN
 
 
 def test_looking_only_moves_nothing(save: Save, paths: RunPaths) -> None:

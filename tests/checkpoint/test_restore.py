@@ -5,7 +5,7 @@ from tests.builders import make_manifest
 from verl_slurm.checkpoint.decide.restore import decide_resume
 from verl_slurm.checkpoint.format.info import Problem, ProblemKind, Verdict
 
-KINDS: tuple[ProblemKind, ...] = ("damaged", "unreadable", "untrusted", "version", "key")
+KINDS: tuple[ProblemKind, ...] = ("damaged", "unreadable", "untrusted", "version", "key", "extra")
 
 
 def verdict(name: str, kinds: list[ProblemKind], has_manifest: bool) -> Verdict:
@@ -35,9 +35,9 @@ def test_the_newest_that_verifies_is_used_and_none_that_may_be_good_is_passed_ov
     passed_over = read[:-1] if is_last or len(read) < len(names) else read
     assert not any(one.unreadable for one in passed_over)
     # Every byte of it is as it was saved, and the next command makes it good.
-    assert not any(one.manifest and {p.kind for p in one.problems} == {"untrusted"} for one in passed_over)
+    assert not any(one.is_open or one.is_whole for one in passed_over)
     if decision.action == "use":
-        assert read[-1].ok
+        assert read[-1].is_whole
         assert decision.name == read[-1].name
     elif decision.action == "wait":
         assert read[-1].unreadable
@@ -47,7 +47,7 @@ def test_the_newest_that_verifies_is_used_and_none_that_may_be_good_is_passed_ov
     else:
         assert decision.name is not None
         assert not found[decision.name].damaged
-        assert not found[decision.name].ok
+        assert not found[decision.name].is_whole
 
 
 def test_a_later_safe_point_is_newer() -> None:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from tests.builders import write_config
+from tests.checkpoint.conftest import STREWN, leaves, strew
 from tests.checkpoint.sealed import save_sealed
 from tests.checkpoint.test_components import save_partial
 from tests.cli.test_checkpoints import make_run, save
@@ -92,6 +93,26 @@ def test_partial_checkpoints_without_a_manifest_too_are_read_back(cli: Cli, run:
     result = cli("verify", run.root, "--scrub")
     assert result.code == ExitCode.CORRUPT
     assert "partial/checkpoints/step_000010  BAD manifest.json: missing" in result.out
+
+
+def test_strays_are_named_by_a_look_and_moved_by_a_scrub_and_the_checkpoint_stays(
+    cli: Cli, run: RunPaths
+) -> None:
+    newest = run.checkpoint(20)
+    strew(newest)
+    for words in ((), ("--scrub", "--dry-run")):
+        looked = cli("verify", run.root, *words)
+        assert looked.code == ExitCode.CORRUPT
+        assert "step_000020  BAD .DS_Store: extra: not in the manifest" in looked.out
+        assert "step_000020  its own files are whole; `verl-slurm verify RUN --scrub`" in looked.out
+    assert leaves(newest) > STREWN
+    real = cli("verify", run.root, "--scrub")
+    assert real.code == ExitCode.OK
+    assert "step_000020  set aside: checkpoints/quarantine/strays.step_000020." in real.out
+    assert real.out.count("  verified, ") == 2
+    assert not STREWN & leaves(newest)
+    assert cli("verify", run.root).code == ExitCode.OK
+    assert "strays.step_000020." in cli("list", run.root).out
 
 
 def test_data_whose_fingerprint_is_lost_is_said_to_be_not_looked_at(cli: Cli, run: RunPaths) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from verl_slurm_daemon.journal import Journal
+from verl_slurm_daemon.lead.attempt_start import ENVIRONMENT
 from verl_slurm_daemon.lead.resume import ResumePoint, fit_ranks
 
 from tests.builders import begun_run
@@ -12,6 +13,7 @@ from tests.fakes.torch_divider import fake_divider, shard_step
 from tests.journals import read_events
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.decide.storage import FreeSpace, judge_room
 from verl_slurm.checkpoint.store.loop_checkpoint import LoopSave, commit_tree, for_ranks
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.config.load import parse_config
@@ -73,6 +75,14 @@ def test_the_ranks_find_a_copy_for_their_number_and_the_journal_says_so(paths: R
     # The next start uses it, and has nothing to tell.
     assert started(paths, 3, at)
     assert len(told(paths, "resharded")) == 1
+
+
+def test_no_room_for_the_copy_is_waited_for_as_storage_is(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "room_for", lambda _, need: judge_room(FreeSpace(bytes=10), need))
+    with pytest.raises(ENVIRONMENT, match="no room for the divided checkpoint"):
+        started(paths, 3, point(paths))
 
 
 def test_the_same_number_of_ranks_and_a_first_start_make_nothing(paths: RunPaths) -> None:

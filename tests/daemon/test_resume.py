@@ -15,7 +15,7 @@ from verl_slurm_daemon.lead.attempt_start import ENVIRONMENT
 from verl_slurm_daemon.lead.resume import ResumePoint, find_resume_point, read_back, wait_for_checkpoints
 
 from tests.builders import cold_tier, run_config, write_config
-from tests.checkpoint.conftest import manifest_of, owns_it, stage
+from tests.checkpoint.conftest import STREWN, leaves, manifest_of, owns_it, stage, strew
 from tests.checkpoint.sealed import KEY, KEYS, OTHER, save_sealed
 from tests.journals import append_event, read_events
 from verl_slurm.base.errors import CheckpointsAbsent, CheckpointsLost, Fenced, KeyRefused, TierError
@@ -119,6 +119,30 @@ def test_a_named_checkpoint_that_is_away_is_waited_for(
             assert "verl-slurm submit" in str(caught.value)
             (tmp_path / "aside").rename(aside)
     assert find_resume_point(run, str(theirs), 1).name == theirs.name
+
+
+def test_strays_in_a_named_checkpoint_of_another_run_are_neither_moved_nor_copied(
+    run: RunPaths, tmp_path: Path
+) -> None:
+    theirs = save(RunPaths(tmp_path / "other"), 4)
+    strew(theirs)
+    ask_once(run)
+    point = find_resume_point(run, str(theirs), 1)
+    assert point.name == theirs.name
+    assert any("they are not copied" in reason for reason in point.reasons)
+    assert leaves(theirs) > STREWN
+    assert not STREWN & leaves(run.checkpoints)
+
+
+def test_strays_in_a_fresh_checkpoint_make_its_save_no_failure(run: RunPaths) -> None:
+    only = save(run, 4)
+    strew(only)
+    found = read_back(run, only.name, 1)
+    assert found.good
+    assert "moved to" in found.detail
+    strew(only)
+    point = find_resume_point(run, "auto", 1)
+    assert (point.name, point.strays) == (only.name, point.reasons[-1])
 
 
 def sibling(run: RunPaths, step: int) -> Path:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.conftest import strew
 from tests.checkpoint.sealed import KEYS, save_sealed
 from tests.cli.test_checkpoints import make_run, save
 from verl_slurm.base.errors import Fenced
@@ -14,6 +15,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store import scrub
 from verl_slurm.checkpoint.store.frozen import store_frozen
 from verl_slurm.checkpoint.store.scrub import scrub_next
+from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config.schema import CheckpointConfig
 from verl_slurm.dataset.fingerprint.data_record import fingerprint
 from verl_slurm.journal.files import append_event, read_history
@@ -58,6 +60,17 @@ def test_a_checkpoint_that_rotted_is_set_aside_and_the_next_is_read(run: RunPath
     assert not run.checkpoint(20).exists()
     assert any(run.quarantine.iterdir())
     assert scrub_next(run, CONFIG, attempt, 2e9)[1].name == "step_000010"
+
+
+def test_strays_are_moved_out_of_a_checkpoint_that_is_whole(run: RunPaths) -> None:
+    attempt = _attempt(run)
+    strew(run.checkpoint(20))
+    pause, told = scrub_next(run, CONFIG, attempt, 2e9)
+    assert (told.name, told.good, pause) == ("step_000020", True, 0.0)
+    assert f"moved to {run.quarantine / 'strays.step_000020.'}" in told.detail
+    append_event(run, told)
+    assert scrub_next(run, CONFIG, attempt, 2e9)[1].name == "step_000010"
+    assert verify(run.checkpoint(20)).ok
 
 
 def test_one_that_lost_its_manifest_is_read_too(run: RunPaths) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.builders import cold_tier, run_config, write_manifest
-from tests.checkpoint.conftest import FILES, manifest_of, owns_it, stage
+from tests.checkpoint.conftest import FILES, STREWN, leaves, manifest_of, owns_it, stage, strew
 from tests.harness import ROOT
 from tests.journals import append_event, read_events
 from verl_slurm.base.errors import (
@@ -97,6 +97,21 @@ def test_a_run_with_damaged_checkpoints_alone_is_refused_and_they_stay(run: RunP
     with pytest.raises(CheckpointsLost, match="step_000002: actor.*--force-resume"):
         plan(run)
     assert sorted(path.name for path in run.checkpoints.glob("step_*")) == ["step_000001", "step_000002"]
+
+
+@pytest.mark.parametrize("only", [False, True])
+def test_strays_in_the_newest_checkpoint_are_said_and_the_run_goes_on_from_it(
+    run: RunPaths, only: bool
+) -> None:
+    if only:
+        shutil.rmtree(run.checkpoint(1))
+    strew(run.checkpoint(2))
+    found = plan(run)
+    assert (found.resumes_from, found.begins_again) == ("step_000002", "")
+    [note] = [note for note in found.notes if "step_000002: .DS_Store" in note]
+    assert f"the next start moves them to {run.quarantine}" in note
+    assert "goes back" not in note
+    assert leaves(run.checkpoint(2)) > STREWN
 
 
 def test_a_newest_checkpoint_that_others_may_write_is_refused_with_the_way_on(run: RunPaths) -> None:

@@ -1,16 +1,22 @@
 """A checkpoint back from a tier: whole under its name, or nothing under it."""
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.builders import write_manifest
+from tests.builders import write_config, write_manifest
+from tests.checkpoint.conftest import STREWN, leaves, strew
 from tests.fakes.s3_server import StandIn
 from tests.tiers.conftest import config_of, opened, posix_config, s3_config
-from verl_slurm.base.errors import CheckpointCorrupt, NotFound, TierError
+from verl_slurm.base.errors import CheckpointCorrupt, NoRoom, NotFound, TierAway, TierError
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.decide.storage import FreeSpace, judge_room
 from verl_slurm.checkpoint.store.verify import verify
+from verl_slurm.checkpoint.tiers import __main__ as child, fetch as fetch_module
 from verl_slurm.checkpoint.tiers.fetch import fetch, fetch_newest
 from verl_slurm.checkpoint.tiers.mover import sync
 from verl_slurm.checkpoint.tiers.survey import OpenTier
@@ -81,6 +87,18 @@ def test_one_that_is_there_and_verifies_is_left_alone(
     )  # reading changes st_atime
 
 
+def test_strays_cost_neither_a_copy_here_nor_one_in_a_tier(
+    paths: RunPaths, tiers: list[OpenTier], cold: TierConfig, save: Save
+) -> None:
+    strew(stored(cold, "step_000010"))
+    assert fetch_newest(paths, config_of(), only="step_000010", tiers=tiers).tier == "cold"
+    assert leaves(stored(cold, "step_000010")) > STREWN
+    strew(save(20))
+    assert fetch(paths, config_of(), "step_000020", tiers=tiers).tier == ""
+    for name in ("step_000010", "step_000020"):
+        assert verify(paths.checkpoints / name).ok
+
+
 @pytest.mark.parametrize("harm", ["longer", "shorter", "other", "missing", "link"])
 def test_what_does_not_verify_leaves_nothing(
     paths: RunPaths, tiers: list[OpenTier], cold: TierConfig, harm: str
@@ -116,6 +134,65 @@ def test_a_run_is_not_begun_afresh_while_a_tier_that_has_its_checkpoints_is_away
         assert caught.value.expected == "step_000020"
         told.unlink()
     assert fetch_newest(paths, config_of(), tiers=tiers).name is None
+
+
+def full(*_: object) -> Any:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def make_full(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """`small`: a checkpoint does not fit. `filled`: the disk fills meanwhile, to the last byte."""
+    if how == "small":
+        monkeypatch.setattr(fetch_module, "room_for", lambda _, need: judge_room(FreeSpace(bytes=10), need))
+    else:
+        monkeypatch.setattr(os, "pwrite", full)
+        monkeypatch.setattr(os, "write", full)
+
+
+@pytest.mark.parametrize("how", ["small", "filled"])
+def test_what_does_not_fit_here_is_waited_for_and_nothing_older_is_taken(
+    paths: RunPaths, tiers: list[OpenTier], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    with monkeypatch.context() as patch:
+        make_full(patch, how)
+        for lost in ({}, {"only": "step_000020", "above": "step_000010"}):
+            with pytest.raises(TierAway, match=r"step_000020: no room .*; make room here") as caught:
+                fetch_newest(paths, config_of(), **lost, tiers=tiers)
+            assert "step_000010: " not in caught.value.one_line()
+        with pytest.raises(NoRoom):
+            fetch(paths, config_of(), "step_000020", tiers=tiers)
+    assert left(paths) == []
+    assert fetch_newest(paths, config_of(), tiers=tiers).name == "step_000020"
+
+
+def test_a_journal_that_takes_no_line_keeps_nothing_from_coming_home(
+    paths: RunPaths, tiers: list[OpenTier], cold: TierConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (stored(cold, "step_000020") / "config.yaml").write_bytes(b"name: rUn\n")
+    monkeypatch.setattr(fetch_module, "append_event", full)
+    assert fetch_newest(paths, config_of(), tiers=tiers).name == "step_000010"
+
+
+@pytest.mark.parametrize("how", ["small", "filled", "no answer"])
+@pytest.mark.parametrize("lost", [(), ("--name", "step_000020", "--above", "step_000010")])
+def test_a_fault_of_the_runs_own_storage_is_to_the_lead_as_a_tier_that_is_away(
+    paths: RunPaths,
+    tiers: list[OpenTier],
+    cold: TierConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    how: str,
+    lost: tuple[str, ...],
+) -> None:
+    write_config(paths, config_of(cold))
+    monkeypatch.setattr(child.signal, "alarm", lambda seconds: None)
+    if how == "no answer":
+        monkeypatch.setattr(child, "load_resolved", full)
+    else:
+        make_full(monkeypatch, how)
+    assert child.main(["restore", "--run", str(paths.root), *lost]) == TierAway.child_code
+    said = capsys.readouterr().err
+    assert ("No space left" in said or "no room" in said, said.count("\n")) == (True, 1)
 
 
 @pytest.mark.scenario("N07")

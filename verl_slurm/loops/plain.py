@@ -463,8 +463,10 @@ def _take_the_run(run_dir: Path) -> _Start:
     keys = keys_for(paths.root)
     choice = choose_resume(paths, "auto", verifier=lambda path: verify(path, keys=keys))
     for verdict in choice.verdicts:
-        if not verdict.ok:
+        if not verdict.is_whole:
             _complain(verdict.one_line())
+    if choice.strays:
+        _complain(choice.strays)
     if choice.name is None and (trace := former_checkpoint(paths, RunConfig(), by_hand=True)):
         raise lost_error(paths, trace, by_hand=True)
     if lost := gone_back(paths, None, choice.name or ""):

@@ -23,6 +23,7 @@ from verl_slurm.base.errors import (
     DataError,
     DatasetDrift,
     KeyRefused,
+    NoRoom,
     PermissionRefused,
     SlurmMissing,
     VerlSlurmError,
@@ -56,9 +57,9 @@ from verl_slurm_daemon.journal import Journal
 
 T = TypeVar("T")
 
-ENVIRONMENT = (OSError, SlurmMissing, PermissionRefused)
-"""Errors that say nothing about the run: storage that fails, a node without processes, a Slurm that is away, or files
-that somebody has opened to others (`chmod -R g+w`), until they are closed again."""
+ENVIRONMENT = (OSError, SlurmMissing, PermissionRefused, NoRoom)
+"""Errors that say nothing about the run: storage that fails or is full, a node without processes, a Slurm that is away,
+or files that somebody has opened to others (`chmod -R g+w`), until they are closed again."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 """Signals that a lead handles. Blocked until it listens, so that none is lost or fatal."""
 _LOOK_S = 0.2

@@ -227,6 +227,7 @@ class Restarts:
             # The nodes hold something newer than a tier does, so that comes home first.
             point = await asyncio.to_thread(find)
             told += point.reasons
+            self._warn_of_strays(point)
             await self.bring_home(point.name)
         last = partial(find, bool(self._config.tiers))
         point = await wait_for_checkpoints(last, self._config, attempt.journal, self.step.leaving)
@@ -237,7 +238,12 @@ class Restarts:
             told += [left_behind(name, nodes) for name, nodes in alone.items()]
         for line in dict.fromkeys([*told, *point.reasons]):
             attempt.journal.write(ev.Resume(line))
+        self._warn_of_strays(point)
         return point
+
+    def _warn_of_strays(self, point: ResumePoint) -> None:
+        if point.strays:
+            self._attempt.journal.write(ev.Warned("checkpoint", point.strays))
 
     async def _launch_when_ready(self, step: Step, point: ResumePoint) -> None:
         attempt = self._attempt

@@ -39,9 +39,9 @@ from verl_slurm.checkpoint.store.lost import (
     missing_checkpoint,
     require_never_saved,
 )
-from verl_slurm.checkpoint.store.quarantine import move_to_quarantine
+from verl_slurm.checkpoint.store.quarantine import move_strays, move_to_quarantine
 from verl_slurm.checkpoint.store.recover import ResumeChoice, choose_resume
-from verl_slurm.checkpoint.store.verify import verify
+from verl_slurm.checkpoint.store.verify import named_paths, verify
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.containers.runtimes import contained_argv
 from verl_slurm.journal import events as ev
@@ -137,6 +137,8 @@ class ResumePoint(msgspec.Struct, frozen=True):
     """The checkpoint's manifest; None: the run starts from nothing."""
     rollouts: bool = False
     """The ledger has rollouts."""
+    strays: str = ""
+    """What the checkpoint held beside all that is its own, and where that is now."""
 
     @property
     def begun(self) -> bool:
@@ -204,7 +206,10 @@ def find_resume_point(
     if choice.path is not None and choice.path.parent != paths.checkpoints and choice.manifest is not None:
         # First: in this run's directory nothing counts that is another run's, unless it was adopted.
         note_adopted(paths, choice.manifest.digest)
-        choice = choose_resume(paths, _adopt(paths, choice.path), verifier=checked)
+        strays = choice.strays
+        choice = choose_resume(paths, _adopt(paths, choice.path, choice.manifest), verifier=checked)
+        if strays:
+            choice = replace(choice, strays=strays, reasons=(*choice.reasons, strays))
     reasons = list(choice.reasons)
     if resume_from != "auto":
         # Set aside, or the next requeue, which takes the newest again, would return to them.
@@ -215,7 +220,7 @@ def find_resume_point(
     segments = paths.ledger.glob("*.ledger") if paths.ledger.is_dir() else ()
     journaled = sum(max(0, segment.stat().st_size - HEAD_BYTES) for segment in segments)
     progress = f"{name or 'start'}+{journaled}"
-    return ResumePoint(name, tuple(reasons), progress, choice.manifest, journaled > 0)
+    return ResumePoint(name, tuple(reasons), progress, choice.manifest, journaled > 0, choice.strays)
 
 
 def _newer_from_tiers(
@@ -297,7 +302,7 @@ def _manifest_of(checkpoint: Path) -> bytes | None:
     return None
 
 
-def _adopt(paths: RunPaths, source: Path) -> str:
+def _adopt(paths: RunPaths, source: Path, manifest: Manifest) -> str:
     """Copies another run's verified checkpoint into this one; sets ours of that name, and rollouts, aside."""
     final = paths.checkpoints / source.name
     if final.exists():
@@ -307,7 +312,13 @@ def _adopt(paths: RunPaths, source: Path) -> str:
     # Copied beside the target, synced and then renamed: a kill leaves a staging directory, which the next start sweeps
     # away.
     staging = paths.staging(final, secrets.token_hex(4))
-    shutil.copytree(source, staging, symlinks=True)
+    named = set[str]().union(*named_paths(manifest))
+
+    def strays(folder: str, names: list[str]) -> set[str]:
+        below = Path(folder).relative_to(source)
+        return {name for name in names if (below / name).as_posix() not in named}
+
+    shutil.copytree(source, staging, symlinks=True, ignore=strays)
     for path in [*staging.rglob("*"), staging]:
         path.chmod(0o700 if path.is_dir() else 0o600)
         fsync_path(path)
@@ -348,8 +359,16 @@ def read_back(
 ) -> ReadBack:
     """Reads a committed checkpoint again, every byte. It is set aside if it is damaged beyond doubt."""
     verdict = verifier(paths.checkpoints / name, keys)
+    took = f"{verdict.num_bytes} bytes in {verdict.seconds:.3f} s"
     if verdict.ok:
-        return ReadBack(True, f"{verdict.num_bytes} bytes in {verdict.seconds:.3f} s")
+        return ReadBack(True, took)
+    if verdict.has_strays:
+        require_attempt(paths, attempt)
+        try:
+            where = f"moved to {move_strays(paths.checkpoints / name, verdict)}"
+        except OSError as error:  # the next start tries again; the save is whole
+            where = f"not moved: {error}"
+        return ReadBack(True, f"{took}; {verdict.one_line()}; {where}")
     if _was_pruned(paths, name):
         return ReadBack(
             False, "removed as older than those that are kept, before it was read back", pruned=True

@@ -30,7 +30,7 @@ def decide_resume(names: Iterable[str], verdicts: Mapping[str, Verdict]) -> Rest
 
     A damaged checkpoint is skipped and set aside. One that our key has not signed, and a partial one that somebody has
     put there, is skipped and left in place. One that cannot be read now is waited for; one that others may write is
-    refused.
+    refused. One that has strays is good: they are moved out of it before it is used.
     """
     # One without a good manifest, too: a final name is judged and set aside, not passed over in silence. Staging
     # directories have no such name.
@@ -50,10 +50,10 @@ def decide_resume(names: Iterable[str], verdicts: Mapping[str, Verdict]) -> Rest
         if verdict is None:
             return decision("verify", name)
         reasons.append(verdict.one_line())
-        if verdict.ok and verdict.manifest is not None and verdict.manifest.components:
+        if verdict.is_whole and verdict.manifest is not None and verdict.manifest.components:
             reasons.append(f"{name} is a partial checkpoint: {', '.join(verdict.manifest.components)} only")
             continue
-        if verdict.ok:
+        if verdict.is_whole:
             reasons.append(f"{name} is the newest checkpoint that verifies")
             return decision("use", name)
         # Never skipped: the run would silently resume from an older state.

@@ -11,10 +11,11 @@ Kind = Literal["committed", "torn", "foreign", "quarantined"]
 """committed: a final name and a manifest that parses (its files are not read). torn: a staging directory, or a final
 name without a good manifest. quarantined: set aside. foreign: not ours, or another run's."""
 
-ProblemKind = Literal["damaged", "unreadable", "untrusted", "version", "key"]
+ProblemKind = Literal["damaged", "unreadable", "untrusted", "version", "key", "extra"]
 """damaged: not what the run committed there: other bytes, or another run's. unreadable: the system refused to read (may
 pass). untrusted: others own or may write it. version: the format is unknown to this code. key: it has no signature, or
-one by a key that we lack. Damaged checkpoints may be set aside; the others may be good and never are."""
+one by a key that we lack. extra: a name that the manifest lacks. Damaged checkpoints may be set aside; the others may
+be good and never are. What is extra may be moved out of one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +60,18 @@ class Verdict:
     @property
     def is_open(self) -> bool:
         """Returns whether its bytes are what was committed, and others may write it or own it."""
-        untrusted = bool(self.problems) and all(p.kind == "untrusted" for p in self.problems)
-        return self.manifest is not None and untrusted
+        kinds = {p.kind for p in self.problems}
+        return self.manifest is not None and "untrusted" in kinds and kinds <= {"untrusted", "extra"}
+
+    @property
+    def has_strays(self) -> bool:
+        """Returns whether names that its manifest lacks are its sole problem: `quarantine.move_strays`."""
+        return bool(self.problems) and all(p.kind == "extra" for p in self.problems)
+
+    @property
+    def is_whole(self) -> bool:
+        """Returns whether all that its manifest names is, byte for byte, what was committed, and ours alone."""
+        return self.ok or self.has_strays
 
     @property
     def damaged(self) -> bool:
@@ -72,6 +83,8 @@ class Verdict:
 
     def require(self, what: str, where: Path, remedy: str | None = None) -> Manifest:
         """Returns the manifest of a checkpoint that verified; else CheckpointCorrupt with the problems."""
+        if self.has_strays:
+            remedy = "move elsewhere what is extra; `verl-slurm verify RUN --scrub` moves it to quarantine"
         if not self.ok or self.manifest is None:
             raise CheckpointCorrupt(what, where=where, found=self.one_line(), remedy=remedy)
         return self.manifest

@@ -19,6 +19,7 @@ RUN/checkpoints/                      0700
   .step_000012.<nonce>.tmp/           being written, or being removed; never read
   latest                              the name of the newest commit; a hint, never the truth
   quarantine/NAME.<nonce>/            set aside because it did not verify, with NAME.<nonce>.reason.json
+  quarantine/strays.NAME.<nonce>/     what lay in it and is not in its manifest, with its reason in the same way
 ```
 
 What a guest saved, a training loop that is not ours (the manifest's `guest`), has of these manifest.json,

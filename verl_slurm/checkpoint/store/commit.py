@@ -36,7 +36,12 @@ from verl_slurm.checkpoint.format.specification import (
     path_problem,
 )
 from verl_slurm.checkpoint.store.chunks import hash_file
-from verl_slurm.checkpoint.store.quarantine import move_to_quarantine, put_back, put_back_unfinished
+from verl_slurm.checkpoint.store.quarantine import (
+    move_strays,
+    move_to_quarantine,
+    put_back,
+    put_back_unfinished,
+)
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 
 
@@ -183,13 +188,16 @@ def _judge_taken_name(
     """
     # Every byte is read, since whoever wrote it may have died at any point of its commit.
     verdict = verify(staging.final, keys=keys)
-    other = verdict.manifest if verdict.ok else None
+    if verdict.has_strays:
+        attempt_check()
+        move_strays(staging.final, verdict)
+    other = verdict.manifest if verdict.is_whole else None
     if other is not None and (why := _difference(other, manifest)):
         attempt_check()
         # Two renames cannot be one. The record in quarantine names our staging directory, so that `sweep` can tell
         # a replacement that died half way from one that is done.
         return False, move_to_quarantine(staging.final, [why], until_gone=staging.directory.name)
-    if verdict.ok:
+    if verdict.is_whole:
         return True, None
     # An unreadable directory may be whole: storage that does not answer now must not cost a good checkpoint.
     if not verdict.damaged:

@@ -1,4 +1,4 @@
-"""Sets a damaged checkpoint aside, and fills another copy of the same save from it.
+"""Sets a damaged checkpoint aside, and fills another copy of the same save from it; moves strays out of a good one.
 
 It is moved, never removed, and the reason is stored beside it. A good one is set aside for one reason: another of its
 name takes its place (`commit`). Two renames are not atomic, so the record then names the staging directory of the other
@@ -23,11 +23,15 @@ from verl_slurm.base.errors import UNREADABLE, CheckpointCorrupt, TierError
 from verl_slurm.base.files import fsync_path, private_dir, rename, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.tree import is_missing, open_below, open_directory
+from verl_slurm.checkpoint.format.info import Verdict
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.checkpoint.format.specification import MANIFEST, STAGING_NAME, FileEntry
 from verl_slurm.checkpoint.store.copies import DirectoryPlace, copy_file
+from verl_slurm.checkpoint.store.verify import named_paths
 
 _RECORD = ".reason.json"
+# No checkpoint's name: nothing takes what was moved out of one for a copy of it.
+_STRAYS = "strays."
 _MAX_NAME = 255
 
 
@@ -42,15 +46,7 @@ def move_to_quarantine(directory: Path, reasons: Sequence[str], *, until_gone: s
     quarantine = private_dir(directory.parent / "quarantine", inside=directory.parent)
     # A random suffix: the same name may be set aside more than once.
     target = quarantine / f"{directory.name}.{secrets.token_hex(4)}"
-    record = {
-        "name": directory.name,
-        "set_aside_utc": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "reasons": list(reasons),
-    } | ({"until_gone": until_gone} if until_gone else {})
-    text = msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
-    note = quarantine / f"{target.name}{_RECORD}"
-    # First, and durable: a crash before the rename leaves a note without an entry, which is harmless.
-    write_file(note, text)
+    note = _note(target, directory.name, reasons, {"until_gone": until_gone} if until_gone else {})
     try:
         rename(directory, target)
     except FileNotFoundError:
@@ -60,9 +56,47 @@ def move_to_quarantine(directory: Path, reasons: Sequence[str], *, until_gone: s
     return target
 
 
+def _note(target: Path, name: str, reasons: Sequence[str], more: dict[str, str]) -> Path:
+    record = {
+        "name": name,
+        "set_aside_utc": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "reasons": list(reasons),
+    } | more
+    text = msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
+    note = target.with_name(f"{target.name}{_RECORD}")
+    # First, and durable: a crash before the rename leaves a note without an entry, which is harmless.
+    write_file(note, text)
+    return note
+
+
+def move_strays(directory: Path, verdict: Verdict) -> Path:
+    """Moves what its manifest does not name out of a checkpoint (`Verdict.has_strays`), which verifies afterwards.
+
+    Returns the place in `quarantine/` beside it. Names are renamed as they are: nothing is opened, no link is followed.
+    OSError: one could not be moved.
+    """
+    files, folders = named_paths(verdict.manifest)
+    named = files | folders
+    quarantine = private_dir(directory.parent / "quarantine", inside=directory.parent)
+    target = quarantine / f"{_STRAYS}{directory.name}.{secrets.token_hex(4)}"
+    _note(target, directory.name, [str(problem) for problem in verdict.problems], {})
+    with open_directory(directory) as root:
+        for folder in ("", *sorted(folders)):
+            prefix = f"{folder}/" if folder else ""
+            with open_below(root, folder or ".") as source:
+                # Listed anew: the verdict holds some thousand names, and more may have come.
+                names = {name for name in os.listdir(source) if prefix + name not in named}
+                place = private_dir(target / folder, inside=quarantine) if names or not folder else target
+                for name in names:
+                    # Not durable: what a power cut brings back is moved again.
+                    with suppress(FileNotFoundError):  # its owner has removed it
+                        os.rename(name, place / name, src_dir_fd=source)  # noqa: TID251 - by descriptor
+    return target
+
+
 def is_set_aside(path: Path) -> bool:
-    """Returns whether `move_to_quarantine` can have put it there: a name that it makes, and the record beside it."""
-    name, _, nonce = path.name.rpartition(".")
+    """Returns whether one of the two above can have put it there: a name that it makes, and the record beside it."""
+    name, _, nonce = path.name.removeprefix(_STRAYS).rpartition(".")
     # `prune` removes by this: a directory that a user put here by hand has no record and stays.
     ours = checkpoint_order(name) is not None and re.fullmatch(r"[0-9a-f]{8}", nonce) is not None
     return ours and path.with_name(path.name + _RECORD).is_file()

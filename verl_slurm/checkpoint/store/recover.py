@@ -27,7 +27,7 @@ from verl_slurm.checkpoint.format.state_schema import (
     current_schema,
     read_schema,
 )
-from verl_slurm.checkpoint.store.quarantine import move_to_quarantine
+from verl_slurm.checkpoint.store.quarantine import move_strays, move_to_quarantine
 from verl_slurm.checkpoint.store.verify import verify
 
 # Directories without a manifest that one start sets aside, the newest first.
@@ -42,6 +42,7 @@ class ResumeChoice:
         path: for an explicit `resume_from`, possibly outside the run.
         verdicts: of everything that was checked, newest first.
         set_aside: the new places of damaged ones.
+        strays: one line if what is used held names that its manifest lacks, and what becomes of them; else empty.
         reasons: one line per judgement, for the journal and the user.
     """
 
@@ -50,6 +51,7 @@ class ResumeChoice:
     manifest: Manifest | None = None
     verdicts: tuple[Verdict, ...] = ()
     set_aside: tuple[Path, ...] = ()
+    strays: str = ""
     reasons: tuple[str, ...] = ()
 
 
@@ -80,7 +82,7 @@ def choose_resume(
         return ResumeChoice(name=None, path=None, reasons=("resume_from is null: from the beginning",))
     if resume_from == "auto":
         return _auto(paths, move_damaged, verifier)
-    return _explicit(paths, resume_from, verifier)
+    return _explicit(paths, resume_from, move_damaged, verifier)
 
 
 def set_aside(paths: RunPaths, name: str, reason: str) -> Path | None:
@@ -132,10 +134,12 @@ def _auto(paths: RunPaths, move_damaged: bool, verifier: Callable[[Path], Verdic
         raise _not_readable(verdict)
     if decision.action == "refuse":
         raise _refusal(places[decision.name], verdict)
-    return _use(fresh, places[decision.name], verdict)
+    return _without_strays(paths, _use(fresh, places[decision.name], verdict), verdict, move_damaged)
 
 
-def _explicit(paths: RunPaths, resume_from: str, verifier: Callable[[Path], Verdict]) -> ResumeChoice:
+def _explicit(
+    paths: RunPaths, resume_from: str, move_damaged: bool, verifier: Callable[[Path], Verdict]
+) -> ResumeChoice:
     named = checkpoint_order(resume_from) is not None
     # A name is one of this run's, and a relative path the user's: `step_000012` in the working directory is not meant.
     path = paths.checkpoints / resume_from if named else Path(os.path.expanduser(resume_from)).resolve()
@@ -160,10 +164,24 @@ def _explicit(paths: RunPaths, resume_from: str, verifier: Callable[[Path], Verd
     # Neither replaced by an older one nor set aside: the user named this one, and it may be another run's.
     if verdict.unreadable:
         raise _not_readable(verdict)
-    if not verdict.ok:
+    if not verdict.is_whole:
         raise _refusal(path, verdict)
     reasons = (verdict.one_line(), f"checkpoint.resume_from names {path}")
-    return _use(ResumeChoice(name=None, path=None, verdicts=(verdict,), reasons=reasons), path, verdict)
+    choice = ResumeChoice(name=None, path=None, verdicts=(verdict,), reasons=reasons)
+    return _without_strays(paths, _use(choice, path, verdict), verdict, move_damaged)
+
+
+def _without_strays(paths: RunPaths, choice: ResumeChoice, verdict: Verdict, move: bool) -> ResumeChoice:
+    """Moves strays out of the chosen one, if it is this run's; says what becomes of them."""
+    if not verdict.has_strays or choice.path is None:
+        return choice
+    where = f"the next start moves them to {paths.quarantine}"
+    if choice.path.parent != paths.checkpoints:
+        where = "they are not copied"  # the other run's, to which nothing is done
+    elif move:
+        where = f"moved to {move_strays(choice.path, verdict)}"
+    strays = f"{verdict.one_line()}; all that its manifest names is whole, and is used; {where}"
+    return replace(choice, strays=strays, reasons=(*choice.reasons, strays))
 
 
 def _use(choice: ResumeChoice, path: Path, verdict: Verdict) -> ResumeChoice:
@@ -206,7 +224,8 @@ def _refusal(path: Path, verdict: Verdict) -> VerlSlurmError:
             found=verdict.one_line(),
             remedy="name the key it was made with in checkpoint.encryption",
         )
-    if verdict.problems and all(problem.kind == "untrusted" for problem in verdict.problems):
+    kinds = {problem.kind for problem in verdict.problems}
+    if "untrusted" in kinds and kinds <= {"untrusted", "extra"}:
         return PermissionRefused(
             "the checkpoint is not used: others could have written it",
             where=path,

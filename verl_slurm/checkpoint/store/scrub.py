@@ -20,7 +20,7 @@ from verl_slurm.base.tree import is_missing
 from verl_slurm.checkpoint.format.info import CheckpointInfo, Problem, Verdict
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.frozen import check_frozen, frozen_digests
-from verl_slurm.checkpoint.store.quarantine import move_to_quarantine
+from verl_slurm.checkpoint.store.quarantine import move_strays, move_to_quarantine
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config.schema import CheckpointConfig
 from verl_slurm.journal.events import Scrubbed
@@ -44,7 +44,7 @@ class ScrubDue:
 
 @dataclass(frozen=True, kw_only=True)
 class ScrubResult:
-    """Result of one scrub: the new place of a damaged one that was moved.
+    """Result of one scrub: the new place of a damaged one that was moved, or of the strays of a good one.
 
     `gone`: the retention of a live run removed it while it was read: no judgement. `not_moved`: why a damaged one that
     was to be set aside is still there.
@@ -54,6 +54,11 @@ class ScrubResult:
     set_aside: Path | None
     gone: bool = False
     not_moved: str = ""
+
+    @property
+    def is_good(self) -> bool:
+        """Returns whether it verifies, now that strays were moved out of it."""
+        return self.verdict.ok or (self.verdict.has_strays and self.set_aside is not None)
 
     @property
     def is_signed(self) -> bool:
@@ -92,7 +97,8 @@ def scrub_one(
     keys: Keyring | None = None,
     bytes_per_s: float | None = None,
 ) -> ScrubResult:
-    """Reads one checkpoint back, no faster than `bytes_per_s`; `set_aside`: a damaged one goes to quarantine.
+    """Reads one checkpoint back, no faster than `bytes_per_s`; `set_aside`: a damaged one, or its strays alone, go to
+    quarantine.
 
     With `keys`, one that is not signed with them is never moved: it may be a good one of another key.
     """
@@ -122,9 +128,12 @@ def _judged(path: Path, verdict: Verdict, *, set_aside: bool) -> ScrubResult:
     moved, not_moved = None, ""
     # `damaged` leaves out what could not be read, belongs to others or has another key. A link stays: what it leads to
     # may be a good one, which its user moved.
-    if set_aside and not verdict.ok and verdict.damaged and not os.path.islink(path):
+    if set_aside and (verdict.damaged or verdict.has_strays) and not os.path.islink(path):
         try:
-            moved = move_to_quarantine(path, [f"scrub: {problem}" for problem in verdict.problems])
+            if verdict.has_strays:
+                moved = move_strays(path, verdict)
+            else:
+                moved = move_to_quarantine(path, [f"scrub: {problem}" for problem in verdict.problems])
         # A full disk must not hide the verdict, nor keep the next ones from being read.
         except (OSError, VerlSlurmError) as error:
             not_moved = str(error)
@@ -156,8 +165,9 @@ def scrub_next(
         return 0.0, None
     detail = "; ".join(str(problem) for problem in one.verdict.problems[:3])
     detail += f"; not set aside: {one.not_moved}" * bool(one.not_moved)
-    told = Scrubbed(one.verdict.ok, due.name, one.verdict.num_bytes, detail)
-    if one.verdict.ok or one.set_aside:
+    detail += f"; moved to {one.set_aside}" * (one.verdict.has_strays and one.is_good)
+    told = Scrubbed(one.is_good, due.name, one.verdict.num_bytes, detail)
+    if one.is_good or one.set_aside:
         return 0.0, told
     # A checkpoint that cannot be read now stays due, and is not tried again at once. One whose owner or
     # signature is wrong is judged: otherwise it would keep all others from their turn.

@@ -25,8 +25,7 @@ from verl_slurm.checkpoint.format.signature import authenticate
 from verl_slurm.checkpoint.format.specification import MANIFEST, Manifest, missing_parts
 from verl_slurm.checkpoint.store.chunks import Reading, read_checked
 
-# Largest number of files and directories beyond those of the manifest. Each takes about 1 KB of memory, and a line of
-# the verdict.
+# Names beyond those of the manifest that are held. Each takes about 1 KB of memory, and a line of the verdict.
 _MOST_EXTRA = 4096
 
 # These mean that the tree is not what was committed; any other error may be a passing fault of the storage.
@@ -61,8 +60,8 @@ def verify(
         with open_directory(directory) as root:
             parsed = _manifest(root, problems)
             manifest = _authentic(parsed, keys, problems)
-            # Count by the manifest as it is: one signed with another key may be good, with all its files.
-            entries = list_tree(root, sum(map(len, _named(parsed))) + _MOST_EXTRA)
+            # By the manifest as it is: one signed with another key may be good, with all its files.
+            entries, strays, num_strays = _listed(root, parsed)
             # The directory itself counts: who can write it can exchange every file in it.
             here = Entry(path=".", info=os.fstat(root))
             problems.extend(_untrusted([here, *entries]))
@@ -75,11 +74,8 @@ def verify(
                     problems.append(Problem(path=MANIFEST, what=other))
                 # Names first: what must not be there is known without reading gigabytes.
                 problems.extend(_tree_problems(manifest, entries))
+                problems.extend(_extra(strays, num_strays))
                 num_bytes = _check_files(root, manifest, problems, threads, bytes_per_s)
-    except bounded.TooMuch as error:
-        # "damaged" is set aside; a good checkpoint of another key must not be.
-        kind: ProblemKind = "untrusted" if manifest is None else "damaged"
-        problems.append(Problem(path=".", what=f"{error}: nothing of it was read", kind=kind))
     except OSError as error:
         problems.append(_os_problem(".", error))
     return Verdict(
@@ -166,11 +162,46 @@ def _untrusted(entries: list[Entry]) -> list[Problem]:
     return problems
 
 
-def _named(manifest: Manifest | None) -> tuple[set[str], set[str]]:
+def named_paths(manifest: Manifest | None) -> tuple[set[str], set[str]]:
     """Returns the files and the directories that the manifest gives a checkpoint."""
     files = {entry.path for entry in manifest.files} if manifest is not None else set()
     files.add(MANIFEST)
     return files, {path[:at] for path in files for at, char in enumerate(path) if char == "/"}
+
+
+def _listed(root: int, manifest: Manifest | None) -> tuple[list[Entry], list[Entry], int]:
+    """Returns what the manifest names and is there; the first that it does not name, not entered; their number."""
+    files, folders = named_paths(manifest)
+    strays: list[Entry] = []
+    num_strays = 0
+
+    def is_named(entry: Entry) -> bool:
+        nonlocal num_strays
+        if entry.path in files or entry.path in folders:
+            return True
+        num_strays += 1
+        if num_strays <= _MOST_EXTRA:
+            strays.append(entry)
+        return False
+
+    return list_tree(root, keep=is_named), strays, num_strays
+
+
+def _extra(strays: list[Entry], count: int) -> list[Problem]:
+    # Nothing is harmless here: a library may load whatever lies in a directory that it is given. Owner and mode mean
+    # nothing, since it is moved away.
+    problems = [
+        Problem(
+            path=entry.path,
+            what=f"{'extra' if entry.kind == 'file' else f'extra {entry.kind}'}: not in the manifest",
+            kind="extra",
+        )
+        for entry in strays
+    ]
+    if count > len(strays):
+        what = f"{count - len(strays)} more that are not in the manifest"
+        problems.append(Problem(path=".", what=what, kind="extra"))
+    return problems
 
 
 def _other_run(directory: Path, manifest: Manifest) -> str:
@@ -184,18 +215,17 @@ def _other_run(directory: Path, manifest: Manifest) -> str:
 
 
 def _tree_problems(manifest: Manifest, entries: list[Entry]) -> list[Problem]:
-    files, folders = _named(manifest)
+    files, folders = named_paths(manifest)
     problems = [
         Problem(path=p, what="a required part is not in the manifest") for p in missing_parts(manifest)
     ]
     for entry in entries:
         if entry.kind == "file":
             if entry.path not in files:
-                problems.append(Problem(path=entry.path, what="extra: not in the manifest"))
+                problems.append(Problem(path=entry.path, what="is a file, expected a directory"))
         elif entry.kind == "directory":
-            # Nothing is harmless here: a library may load whatever lies in a directory that it is given.
             if entry.path not in folders:
-                problems.append(Problem(path=entry.path, what="extra directory: not in the manifest"))
+                problems.append(Problem(path=entry.path, what="is a directory, expected a file"))
         else:
             problems.append(Problem(path=entry.path, what=f"is a {entry.kind}, expected a regular file"))
     return problems

@@ -14,6 +14,7 @@ import msgspec
 
 from verl_slurm.base.errors import TierAway, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.one_line import printable
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.tiers.fetch import fetch_newest
 from verl_slurm.checkpoint.tiers.mover import lower_priority, sync
@@ -56,6 +57,9 @@ def main(args: list[str] | None = None) -> int:
     except VerlSlurmError as error:
         sys.stderr.write(error.one_line() + "\n")
         return error.child_code if isinstance(error, TierAway) else int(error.exit_code)
+    except OSError as error:  # of RUN's own storage: it passes, as a tier's does
+        sys.stderr.write(f"{printable(str(error))}\n")
+        return TierAway.child_code
     copied = sum(1 for item in done.done if item.action.kind == "copy" and not item.problem)
     removed = sum(1 for item in done.done if item.action.kind == "drop" and not item.problem)
     _say({"ok": done.ok, "copied": copied, "removed": removed})

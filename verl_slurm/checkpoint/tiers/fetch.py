@@ -3,11 +3,13 @@
 It is used by hand (`verl-slurm tiers --fetch-back`), and by a start that finds no checkpoint of its own that verifies.
 """
 
+import errno
 import os
 import secrets
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -35,7 +37,7 @@ from verl_slurm.checkpoint.format.specification import missing_parts
 from verl_slurm.checkpoint.store.copies import DirectoryPlace
 from verl_slurm.checkpoint.store.lost import parts_since
 from verl_slurm.checkpoint.store.medium import room_for
-from verl_slurm.checkpoint.store.quarantine import move_to_quarantine, set_aside_copies
+from verl_slurm.checkpoint.store.quarantine import move_strays, move_to_quarantine, set_aside_copies
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.checkpoint.tiers.run_copies import RunCopies, copy_checkpoint
 from verl_slurm.checkpoint.tiers.survey import Memory, OpenTier, open_tiers
@@ -78,6 +80,7 @@ def fetch(
     Raises:
         NotFound: no tier that answers has it.
         CheckpointCorrupt: none of those that have it returns what its manifest says.
+        NoRoom: it does not fit here.
         TierError: they stopped answering.
         KeyRefused: it is not signed with a key of the run; and PermissionRefused: `keys.load_keys`.
     """
@@ -108,7 +111,8 @@ def fetch_newest(
         on_limit: called before each checkpoint with the seconds that fetching and verifying it may take.
 
     Raises:
-        TierAway: nothing was found, but a tier that once had a checkpoint of this run does not answer.
+        TierAway: nothing was found, but a tier that once had a checkpoint of this run does not answer; or the newest
+            does not fit here.
         TierError: there are checkpoints, and none can be used.
     """
     keys = load_keys(config.checkpoint.encryption)
@@ -125,7 +129,7 @@ def fetch_newest(
     ]
     reasons += refused
     # Without tier 0: the caller found nothing there that verifies.
-    names, failure = newest_first(states[1:]), TierError
+    names, failure, look = newest_first(states[1:]), TierError, "look at the tiers"
     if only or above:
         wanted = {only, *(untold(paths, states, above) if above else ())}
         names = [name for name in names if name in wanted]
@@ -141,6 +145,10 @@ def fetch_newest(
             reasons.append(f"{name}: {error.one_line()}")
             if isinstance(error, TierError):  # it has stopped answering, and has given back nothing wrong
                 failure = TierAway
+            # Nor is this damage: others free room, and nothing older is used in its place.
+            if isinstance(error, NoRoom):
+                failure, look = TierAway, "make room here"
+                break
             continue
         reasons.append(_brought(name, tier))
         return Fetched(name=name, tier=tier, reasons=tuple(reasons))
@@ -154,7 +162,7 @@ def fetch_newest(
         raise failure(
             f"{what} could be fetched",
             found=reasons[-1],
-            remedy=f"look at the tiers; checkpoint.resume_from={above or 'null'} {way}",
+            remedy=f"{look}; checkpoint.resume_from={above or 'null'} {way}",
         )
     return Fetched(name=None, reasons=(*reasons, "no tier has a checkpoint of this run"))
 
@@ -250,7 +258,7 @@ def _fetch(
 ) -> str:
     """Returns the tier that it came from; empty when it was there."""
     final = paths.checkpoints / name
-    if os.path.lexists(final) and _require_judged(final, keys).ok:
+    if os.path.lexists(final) and _require_judged(final, keys).is_whole:
         return ""
     # From the nearest tier on.
     by_name = {tier.config.name: tier for tier in tiers}
@@ -263,11 +271,13 @@ def _fetch(
         try:
             num_bytes = _bring(paths, copies, name, keys)
         except (VerlSlurmError, OSError) as error:
-            failure = error if isinstance(error, VerlSlurmError) else _failed(final, error)
-            # The next tier may have it whole.
-            append_event(paths, TierFailed(state.name, name, "fetch", failure.one_line()))
+            failure = _failed(final, error)
+            # The next tier may have it whole. Where the disk is full, the journal takes no line either.
+            with suppress(OSError):
+                append_event(paths, TierFailed(state.name, name, "fetch", failure.one_line()))
             continue
-        append_event(paths, TierFetched(name, state.name, num_bytes))
+        with suppress(OSError):  # it is here, and verifies
+            append_event(paths, TierFetched(name, state.name, num_bytes))
         return state.name
     # The last tier's failure says more than "nobody has it": some tier listed it.
     if failure is not None:
@@ -288,8 +298,10 @@ def _fetch(
 
 
 def _require_judged(final: Path, keys: Keyring | None) -> Verdict:
-    """Returns the verdict on the run's own copy: good, or damaged. Else KeyRefused or CheckpointCorrupt."""
+    """Returns the verdict on the run's own copy: whole, or damaged. Else KeyRefused or CheckpointCorrupt."""
     verdict = verify(final, keys=keys)
+    if verdict.has_strays:
+        move_strays(final, verdict)
     # Not damage: with the right key it may be good.
     if verdict.needs_key:
         raise KeyRefused(
@@ -299,7 +311,7 @@ def _require_judged(final: Path, keys: Keyring | None) -> Verdict:
             remedy="name its key in checkpoint.encryption.old_key_files, or move it away by hand",
         )
     # Storage that fails now, or an owner who is not us, is no reason to replace it.
-    if not verdict.ok and not verdict.damaged:
+    if not verdict.is_whole and not verdict.damaged:
         raise CheckpointCorrupt(
             "the run's own copy cannot be judged, and is left where it is",
             where=final,
@@ -311,8 +323,23 @@ def _require_judged(final: Path, keys: Keyring | None) -> Verdict:
     return verdict
 
 
-def _failed(where: Path, error: OSError) -> TierError:
+def _failed(where: Path, error: VerlSlurmError | OSError) -> VerlSlurmError:
+    """Returns NoRoom for a disk that is full, which is ours: what is read needs no room. Else the tier's own error."""
+    cause = error.__cause__ if isinstance(error, TierError) else error
+    if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+        return _no_room(where, cause.strerror)
+    if isinstance(error, VerlSlurmError):
+        return error
     return TierError("the checkpoint could not be written here", where=where, found=error.strerror or error)
+
+
+def _no_room(where: Path, found: str | None) -> NoRoom:
+    return NoRoom(
+        "no room for a checkpoint from a tier",
+        where=where,
+        found=found,
+        remedy="make room, or name another checkpoint to fetch back",
+    )
 
 
 def _bring(paths: RunPaths, copies: RunCopies, name: str, keys: Keyring | None) -> int:
@@ -330,12 +357,7 @@ def _bring(paths: RunPaths, copies: RunCopies, name: str, keys: Keyring | None) 
     need = need_of_next(manifest.num_bytes, len(manifest.files), basis="what its manifest claims", margin=0.0)
     room = room_for(paths.checkpoints, need)
     if room.enough is False:
-        raise NoRoom(
-            "no room for a checkpoint from a tier",
-            where=final,
-            found=room.reason,
-            remedy="make room, or name another checkpoint to fetch back",
-        )
+        raise _no_room(final, room.reason)
     # Inside the staging directory it has its own name already.
     outer = private_dir(paths.staging(final, secrets.token_hex(8)), inside=paths.run)
     try:
@@ -352,7 +374,7 @@ def _bring(paths: RunPaths, copies: RunCopies, name: str, keys: Keyring | None) 
         )
         if os.path.lexists(final):
             there = _require_judged(final, keys)
-            if there.ok:  # the run saved it while we fetched
+            if there.is_whole:  # the run saved it while we fetched
                 return manifest.num_bytes
             move_to_quarantine(final, [str(problem) for problem in there.problems])
         rename(outer / name, final)

@@ -64,7 +64,8 @@ def verify(
     --scrub reads all that the run would need one day: its checkpoints, partial ones too, the copies of models that do
     not train (RUN/frozen), and the data set in full, so a change behind an unchanged size and mtime is found. What is
     damaged beyond doubt is set aside (checkpoints/quarantine, frozen/quarantine): a resume takes the checkpoint before
-    at once, the next start makes a new copy of the model. What cannot be read, what others may write, and what is not
+    at once, the next start makes a new copy of the model. Where a checkpoint is whole and holds more than its
+    manifest names, that alone is moved. What cannot be read, what others may write, and what is not
     signed with the run's key is named and left. Where that key cannot be read here, the bytes are checked all the
     same, and `signature not checked: no key` is said. The daemon of a running job does the same with one checkpoint
     after the other (checkpoint.scrub_every_h), and brings the second copy of a damaged one home where the nodes have
@@ -105,7 +106,7 @@ def verify(
     signature = "checked" if keys else f"{_UNCHECKED}: no key ({missing})" if missing else "none"
     if not as_json and signature.startswith(_UNCHECKED):
         render.warning(f"signature {signature}")
-    good = all(one.verdict.ok for _, one in everything)
+    good = all(one.is_good for _, one in everything)
     # After the checkpoints, which a resume needs first.
     bar.show("reading the data")
     drifted, code = ([], ExitCode.OK) if run is None or no_data else _drift(run)
@@ -121,7 +122,7 @@ def verify(
         return code
     # Damage outweighs a missing signature: a key that is found later repairs no byte. Both outweigh data that changed:
     # a resume needs the checkpoint first.
-    needs_key = all(one.verdict.ok or one.verdict.needs_key for _, one in everything)
+    needs_key = all(one.is_good or one.verdict.needs_key for _, one in everything)
     return ExitCode.KEY if needs_key else ExitCode.CORRUPT
 
 
@@ -177,17 +178,21 @@ def _read_back(
 
 
 def _facts(path: Path, one: ScrubResult) -> dict[str, object]:
-    facts = render.picked(one.verdict, "name ok problems num_bytes seconds")
+    facts = render.picked(one.verdict, "name problems num_bytes seconds") | {"ok": one.is_good}
     moved = {"set_aside": one.set_aside and str(one.set_aside), "not_set_aside": one.not_moved}
     return facts | {"path": str(path)} | moved
 
 
 def _tell(name: str, one: ScrubResult) -> None:
-    if one.verdict.ok:
+    if one.is_good:
         size = one.verdict.num_bytes / 1e6
         render.line(f"{name}  verified, {size:.1f} MB in {one.verdict.seconds:.2f} s")
     for problem in one.verdict.problems:
         render.line(f"{name}  BAD {problem.path}: {problem.what}")
+    if one.verdict.has_strays and one.set_aside is None:
+        render.line(
+            f"{name}  its own files are whole; `verl-slurm verify RUN --scrub` moves the others aside"
+        )
     if one.set_aside is not None:
         render.line(f"{name}  set aside: {'/'.join(one.set_aside.parts[-3:])}")
     if one.not_moved:

@@ -217,7 +217,7 @@ def _words(event: ev.Event) -> str:
             took = "" if seconds is None else f" in {seconds} s"
             return f"{kind} {name}, {(num_bytes or 0) / 1e6:.1f} MB{took}{_colon(reason)}"
         case ev.Scrubbed(name=name, good=good, detail=detail):
-            return f"scrub of {name}: {'good' if good else f'BAD: {detail}'}"
+            return f"scrub of {name}: {'good' if good else 'BAD'}{_colon(detail)}"
         case ev.ServiceFailed(service=service, node=node, detail=detail, needed=needed):
             then = "the run needs it" if needed else "the run goes on without it"
             return f"service {service} on {node} is NOT started again, {then}{_colon(detail)}"

@@ -241,9 +241,10 @@ def find_resume(
         choice = choose_resume(paths, "auto", move_damaged=False, verifier=read)
     except _TooLarge as error:
         return ResumeFound(str(error), note=_again(config, paths, str(error)))
-    damaged = "; ".join(verdict.one_line() for verdict in choice.verdicts[:1] if not verdict.ok)
+    damaged = "; ".join(verdict.one_line() for verdict in choice.verdicts[:1] if not verdict.is_whole)
     if choice.name is not None:
-        return ResumeFound(choice.name, read=True, note=_again(config, paths, choice.name, damaged))
+        notes = choice.strays, _again(config, paths, choice.name, damaged)
+        return ResumeFound(choice.name, read=True, note="; ".join(filter(None, notes)))
     trace = former_checkpoint(paths, config)
     if trace and (where := found_elsewhere(config)):
         note = f"no checkpoint in {paths.checkpoints} can be used ({damaged or trace})"
