@@ -46,6 +46,11 @@ LOOP = (("started", 0, 0.0), ("passed", 0, 0, 30.0))
         pytest.param(LOOP, 930.0, id="one safe point a step"),
         pytest.param([*LOOP, ("passed", 0, 1, 430.0)], 2430.0, id="the_second_step_of_such_a_loop"),
         pytest.param(
+            [("passed", 0, 1, 0.0), *(("passed", 0, 2, 10.0 * n) for n in range(1, 31))],
+            360.0,
+            id="an evaluation that tells of its batches",
+        ),
+        pytest.param(
             [("passed", 0, 9, 0.0), ("passed", 1, 9, 0.0), ("finished", 0, 10.0)], 60.0, id="one is done"
         ),
     ],
@@ -59,6 +64,25 @@ def test_silence_is_a_hang_by_the_runs_own_pace_and_never_before_the_floor(
     silence = hang.silence(hung_at)
     assert silence is not None
     assert silence.ranks == (1 if "finished" in {move[0] for move in moves} else 0,)
+
+
+@pytest.mark.parametrize(
+    ("moves", "limit"),
+    [
+        pytest.param([("started", 0, 0.0)], "900 s: daemon.load_timeout_s", id="loading"),
+        pytest.param([("passed", 0, 1, 0.0)], "60 s: daemon.hang_floor_s", id="a step"),
+        pytest.param([("passed", 0, 1, 0.0), ("saves", 0, 1.0)], "900 s: daemon.load_timeout_s", id="a save"),
+        pytest.param(
+            [("passed", 0, 1, 0.0), ("passed", 0, 2, 300.0), ("saves", 0, 301.0)],
+            "1500 s: daemon.hang_floor_s",
+            id="a save of a run whose steps are longer",
+        ),
+    ],
+)
+def test_a_hang_names_the_key_of_its_limit(moves: list[tuple[Any, ...]], limit: str) -> None:
+    silence = watch(*moves).silence(10_000.0)
+    assert silence is not None
+    assert f"limit {limit})" in silence.words
 
 
 def test_nobody_hangs_who_has_not_spoken_and_one_that_loads_may_train_by_the_next_look() -> None:
@@ -91,7 +115,10 @@ def test_processes_of_ranks_that_are_all_done_have_to_end() -> None:
     assert hang.silence(69.0) is None
     silence = hang.silence(70.0)
     assert silence is not None
-    assert silence.words == "all ranks have been done for 60 s, and their processes do not end"
+    assert (
+        silence.words
+        == "all ranks have been done for 60 s (daemon.hang_floor_s), and their processes do not end"
+    )
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(0.0, 50.0)), max_size=30))

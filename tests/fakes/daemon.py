@@ -45,7 +45,7 @@ class Daemon:
         return [type(message).__name__ for message in self.told if not isinstance(message, Progress)]
 
     def steps(self) -> list[int]:
-        return [message.step for message in self.heard(Progress)]
+        return [message.step for message in self.heard(Progress) if message.phase == "step_end"]
 
 
 class AtSafePoint(Daemon):

@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.builders import write_config
@@ -11,7 +13,7 @@ from tests.processes import free_port, python_path
 from verl_slurm.base.fence import take_attempt
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.loops.session import Session
-from verl_slurm.wire.messages import SaveRequest
+from verl_slurm.wire.messages import FromRank, SaveRequest
 
 
 def stop() -> SaveRequest:
@@ -20,6 +22,30 @@ def stop() -> SaveRequest:
 
 def save() -> SaveRequest:
     return SaveRequest(request_id=1, stop=False)
+
+
+class Clock:
+    """A session's, which stands still but for `seconds +=`."""
+
+    seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+class Listening(Daemon):
+    """Keeps how long its rank was silent at most."""
+
+    longest_silence_s = _spoken_at = 0.0
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def send(self, message: FromRank) -> None:
+        super().send(message)
+        silence_s, self._spoken_at = self._clock() - self._spoken_at, self._clock()
+        self.longest_silence_s = max(self.longest_silence_s, silence_s)
 
 
 class Run:
@@ -34,7 +60,7 @@ class Run:
         """The committed ones, oldest first."""
         return sorted(path for path in self.paths.checkpoints.glob("step_*"))
 
-    def life(self, daemon: Daemon) -> Session:
+    def life(self, daemon: Daemon, clock: Callable[[], float] = time.monotonic) -> Session:
         """The session of the next attempt, which goes on from the newest checkpoint."""
         attempt = take_attempt(self.paths, job_id="1", restart=0).attempt
         there = self.checkpoints()
@@ -45,6 +71,7 @@ class Run:
             paths=self.paths,
             attempt=attempt,
             resume=there[-1] if there else None,
+            clock=clock,
         )
 
 

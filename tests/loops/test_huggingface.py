@@ -10,10 +10,18 @@ from torch import nn
 
 from tests.fakes.daemon import Daemon
 from tests.lanes import with_variants
-from tests.loops.frames_kit import Run, stop
+from tests.loops.frames_kit import Clock, Listening, Run, stop
 from verl_slurm.base.errors import ConfigError, DataError
 from verl_slurm.checkpoint.store.verify import verify
-from verl_slurm.wire.messages import Finished, RankNotice, RankSaved, RankSaveFailed, SaveRequest, SaveStarted
+from verl_slurm.wire.messages import (
+    Finished,
+    Progress,
+    RankNotice,
+    RankSaved,
+    RankSaveFailed,
+    SaveRequest,
+    SaveStarted,
+)
 
 pytest.importorskip("accelerate", reason="NOT RUN: accelerate is not installed (pip install '.[dev]')")
 pytestmark = pytest.mark.torch
@@ -234,6 +242,52 @@ def test_in_the_middle_of_a_step_it_says_so_where_the_end_comes_too_late(tmp_pat
     [failed] = daemon.heard(RankSaveFailed)
     assert "the end of the step cannot be reached" in failed.reason
     assert daemon.told.index(failed) < daemon.told.index(daemon.heard(SaveStarted)[0])
+
+
+class TakesTime(TrainerCallback):
+    """A step takes a second, a batch of an evaluation 100."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.clock.seconds += 1.0
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.clock.seconds += 100.0
+
+
+def test_an_evaluation_that_outlasts_hang_floor_s_is_no_silence(tmp_path: Path) -> None:
+    clock = Clock()
+    daemon = Listening(clock)
+    run = Run(tmp_path / "run", every_steps=2)
+    Life(
+        run.life(daemon, clock),
+        TakesTime(clock),
+        max_steps=5,
+        eval_strategy="steps",
+        eval_steps=2,
+        per_device_eval_batch_size=4,
+    )
+    assert clock() >= 1000.0, "two evaluations of five batches"
+    assert daemon.longest_silence_s <= 101.0
+    # The save that follows the evaluation keeps the limit of a save.
+    assert isinstance(daemon.told[daemon.told.index(daemon.heard(RankSaved)[0]) - 2], SaveStarted)
+    assert [message.phase for message in daemon.heard(Progress) if message.step == 4][1:] == []
+
+
+def test_an_evaluation_is_not_expected_of_the_next_steps(tmp_path: Path) -> None:
+    clock, found = Clock(), list[Any]()
+
+    class Asks(TakesTime):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            super().on_step_begin(args, state, control, **kwargs)
+            if state.global_step in (3, 6):
+                found.append(session.reach(SaveRequest(request_id=1, stop=True, seconds_left=60.0)))
+
+    session = Run(tmp_path / "run", every_steps=1000).life(Daemon(), clock)
+    Life(session, Asks(clock), max_steps=7, eval_strategy="steps", eval_steps=2)
+    assert [(one.ok, "up to 1.0 s" in one.reason) for one in found] == [(True, True)] * 2, found
 
 
 def test_a_save_that_fails_loses_itself_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from tests.fakes.daemon import Daemon
-from tests.loops.frames_kit import Run, stop
+from tests.loops.frames_kit import Clock, Listening, Run, stop
 from verl_slurm.base.errors import ConfigError, DataError
-from verl_slurm.wire.messages import Finished, RankNotice, RankSaved, SaveStarted
+from verl_slurm.wire.messages import Finished, RankNotice, RankSaved, SaveRequest, SaveStarted
 
 pytestmark = [
     pytest.mark.torch,
@@ -125,7 +125,7 @@ class Life:
         *callbacks: Any,
         every: int | None = None,
         noisy: bool = False,
-        validates: bool = False,
+        validates: int = 0,
         schedule: str = "",
         lr: float = 1e-2,
         loader: type[Any] = ResumableDataLoader,
@@ -152,7 +152,7 @@ class Life:
         self.trainer = lightning.Trainer(callbacks=[self.service, *callbacks], **words)
         numbers = Numbers(noisy=noisy, length=length)
         data = loader(numbers, batch_size=batch_size, shuffle=True, num_workers=workers)
-        held_out = [torch.utils.data.DataLoader(Numbers(), batch_size=20)] if validates else []
+        held_out = [torch.utils.data.DataLoader(Numbers(), batch_size=validates)] if validates else []
         self.stopped = False
         try:
             self.service.fit(self.trainer, self.model, data, *held_out, **(fit or {}))
@@ -175,8 +175,8 @@ CASES: dict[str, dict[str, Any]] = {
     "max-steps": {"max_steps": 12},
     "accumulated": {"accumulate_grad_batches": 2},
     "augmented-in-workers": {"noisy": True, "workers": 1, "max_epochs": 2},
-    "validated-in-mid-epoch": {"validates": True, "val_check_interval": 3, "schedule": "plateau"},
-    "plateau": {"validates": True, "schedule": "plateau"},
+    "validated-in-mid-epoch": {"validates": 20, "val_check_interval": 3, "schedule": "plateau"},
+    "plateau": {"validates": 20, "schedule": "plateau"},
     "part-of-the-data": {"limit_train_batches": 3, "noisy": True},
     "two-optimizers": {"model": ByHand},
 }
@@ -203,13 +203,13 @@ def test_a_run_stopped_at_any_step_ends_bit_for_bit_as_if_it_had_not_been(
 
 
 def test_a_run_stopped_again_and_again_ends_bit_for_bit_as_if_it_had_not_been(tmp_path: Path) -> None:
-    straight = Life(Run(tmp_path / "straight").life(Daemon()), validates=True)
+    straight = Life(Run(tmp_path / "straight").life(Daemon()), validates=20)
     run = Run(tmp_path / "run")
     for step in (2, 5, 6, 10, 13):
         daemon = Daemon({step: stop()})
-        assert Life(run.life(daemon), validates=True).stopped
+        assert Life(run.life(daemon), validates=20).stopped
         assert [message.name for message in daemon.heard(RankSaved)] == [f"step_{step:06d}"]
-    assert torch.equal(Life(run.life(Daemon()), validates=True).weights, straight.weights)
+    assert torch.equal(Life(run.life(Daemon()), validates=20).weights, straight.weights)
 
 
 def _name(settings: dict[str, Any]) -> str:
@@ -250,8 +250,36 @@ def test_what_is_asked_during_a_validation_is_done_before_the_next_step(tmp_path
                 daemon.asked = stop()
 
     daemon = Daemon()
-    assert Life(Run(tmp_path / "run").life(daemon), AskedMeanwhile(), validates=True).stopped
+    assert Life(Run(tmp_path / "run").life(daemon), AskedMeanwhile(), validates=20).stopped
     assert [message.step for message in daemon.heard(SaveStarted)] == [5]
+
+
+class TakesTime(lightning.Callback):  # type: ignore[misc,name-defined]
+    """A step takes a second, a batch of a validation 100; before step 7, two after one, it is asked."""
+
+    def __init__(self, clock: Clock, session: Session) -> None:
+        self.clock, self.session, self.found = clock, session, list[Any]()
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self.clock.seconds += 1.0
+        if trainer.global_step == 6:
+            self.found.append(self.session.reach(SaveRequest(request_id=1, stop=True, seconds_left=60.0)))
+
+    def on_validation_batch_start(self, *_: Any) -> None:
+        self.clock.seconds += 100.0
+
+
+def test_a_validation_that_outlasts_hang_floor_s_is_no_silence_and_no_steps_time(tmp_path: Path) -> None:
+    clock = Clock()
+    daemon = Listening(clock)
+    session = Run(tmp_path / "run").life(daemon, clock)
+    timed = TakesTime(clock, session)
+    Life(session, timed, validates=4, max_epochs=2)
+    assert clock() >= 1000.0, "two validations of five batches"
+    assert daemon.longest_silence_s <= 101.0
+    # That of Lightning's sanity check counts to loading.
+    assert daemon.kinds()[0] == "RankStarted"
+    assert [(one.ok, "up to 1.0 s" in one.reason) for one in timed.found] == [(True, True)], timed.found
 
 
 def test_slurms_term_and_usr1_end_nothing_and_requeue_nothing(tmp_path: Path) -> None:
@@ -265,7 +293,7 @@ def test_slurms_term_and_usr1_end_nothing_and_requeue_nothing(tmp_path: Path) ->
     before = [signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGUSR1)]
     try:
         daemon = Daemon()
-        Life(Run(tmp_path / "run").life(daemon), Signalled(), validates=True, max_epochs=1)
+        Life(Run(tmp_path / "run").life(daemon), Signalled(), validates=20, max_epochs=1)
         assert [message.step for message in daemon.heard(Finished)] == [5]
     finally:
         for number, handler in zip((signal.SIGTERM, signal.SIGUSR1), before, strict=True):
@@ -286,9 +314,9 @@ def test_a_loader_that_cannot_be_resumed_is_told_of(tmp_path: Path) -> None:
 
 def test_a_rate_that_the_program_changed_between_two_attempts_is_said_not_to_be_used(tmp_path: Path) -> None:
     run, same, changed = Run(tmp_path / "run"), Daemon({4: stop()}), Daemon()
-    Life(run.life(Daemon({2: stop()})), schedule="plateau", validates=True)
-    Life(run.life(same), schedule="plateau", validates=True)
-    last = Life(run.life(changed), schedule="plateau", validates=True, lr=1e-5)
+    Life(run.life(Daemon({2: stop()})), schedule="plateau", validates=20)
+    Life(run.life(same), schedule="plateau", validates=20)
+    last = Life(run.life(changed), schedule="plateau", validates=20, lr=1e-5)
     assert not any("are not used" in message.text for message in same.heard(RankNotice))
     [said] = [message for message in changed.heard(RankNotice) if "are not used" in message.text]
     assert said.loud
@@ -419,7 +447,7 @@ class BestIsFirst(lightning.pytorch.callbacks.Callback):  # type: ignore[misc,na
 def _with_logger(run: Run, daemon: Daemon, **settings: Any) -> tuple[Any, Any, Life]:
     best = ModelCheckpoint(monitor="score", mode="max", filename="best-{epoch}")
     logger = CSVLogger(run.paths.root / "csv", flush_logs_every_n_steps=1)
-    words = {"validates": True, "log_every_n_steps": 1, "logger": logger} | settings
+    words = {"validates": 20, "log_every_n_steps": 1, "logger": logger} | settings
     return best, logger, Life(run.life(daemon), BestIsFirst(), best, **words)
 
 

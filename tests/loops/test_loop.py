@@ -20,6 +20,7 @@ import verl_slurm
 from tests.builders import write_config
 from tests.fakes.agent import Agent
 from tests.hostile.planted import modes
+from tests.loops.frames_kit import Clock, Listening
 from tests.processes import free_port
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.fence import take_attempt
@@ -29,6 +30,9 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.inspect.compare import compare
 from verl_slurm.checkpoint.store.catalog import newest_checkpoint
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
+from verl_slurm.loops.plain import LoopRun
+from verl_slurm.loops.reach import Reach
+from verl_slurm.loops.session import Session
 from verl_slurm.save.ranks.collective import RanksFailed
 from verl_slurm.save.writer.handle import SaverProcess
 from verl_slurm.wire.messages import (
@@ -38,6 +42,7 @@ from verl_slurm.wire.messages import (
     RankRefused,
     RankSaved,
     RankSaveFailed,
+    SaveRequest,
     Stopped,
 )
 
@@ -170,6 +175,22 @@ def test_it_is_encrypted_kept_on_the_node_too_and_the_best_stays(
     nn.init.zeros_(alone.model.weight)
     alone.life(monkeypatch, 8, resume="step_000008", optimizer=optimizer)
     assert torch.equal(alone.model.weight, weight)
+
+
+def test_an_evaluation_within_a_step_is_no_silence_and_no_steps_time() -> None:
+    clock = Clock()
+    line, found = Listening(clock), list[Reach]()
+    session = Session(line, rank=0, world_size=1, clock=clock)
+    with LoopRun(session, {"model": nn.Linear(2, 2)}) as run:
+        for step in run.steps(6):
+            clock.seconds += 1.0
+            if step == 3:
+                for _ in run.evaluation(range(5)):
+                    clock.seconds += 100.0
+            if step == 5:
+                found.append(session.reach(SaveRequest(request_id=1, stop=True, seconds_left=60.0)))
+    assert line.longest_silence_s <= 101.0
+    assert [(one.ok, "up to 1.0 s" in one.reason) for one in found] == [(True, True)], found
 
 
 def test_a_saver_process_that_died_costs_one_save(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:

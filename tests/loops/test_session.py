@@ -134,6 +134,31 @@ def test_the_steps_that_were_measured_tell_whether_the_end_can_be_reached(paths:
         line.close()
 
 
+def test_an_evaluation_is_told_of_once_a_second_as_what_its_limit_is_of() -> None:
+    now, line = [0.0], Daemon()
+    session = Session(line, rank=0, world_size=1, clock=lambda: now[0])
+
+    def batches() -> list[object]:
+        line.told.clear()
+        for _ in range(6):
+            now[0] += 0.5
+            session.alive()
+        return [
+            type(m) if not isinstance(m, Progress) else (m.step, m.phase, m.safe_points) for m in line.told
+        ]
+
+    # Loading goes on: a loop that has not begun cannot be asked to save.
+    assert batches() == [RankStarted] * 3
+    session.started(4)
+    session.step_done(5)
+    assert batches() == [(5, "evaluate", 1)] * 3
+    # A framework may evaluate between its word of a save and the save.
+    session.save_started(0, 5)
+    assert batches() == [SaveStarted] * 3
+    session.step_done(6)
+    assert batches() == [(6, "evaluate", 2)] * 3
+
+
 def test_what_it_resumes_from_is_a_name_below_the_runs_own_checkpoints(paths: RunPaths) -> None:
     with Agent(paths, resume="step_000012") as agent:
         session = opened(agent)

@@ -44,12 +44,19 @@ class Bench:
         from verl_slurm.save.ranks.collective import Collective
 
         self.paths, self.line = RunPaths(private_dir(root)), Daemon()
+        self.now_s = self.save_s = 0.0
         if not self.paths.run_yaml.exists():
             write_config(self.paths, keep_last=3)
         self.attempt = take_attempt(self.paths, cluster="local", job_id="1", restart=0).attempt
         directory = self.paths.checkpoints / resume if resume else None
         self.session = Session(
-            self.line, rank=0, world_size=1, paths=self.paths, attempt=self.attempt, resume=directory
+            self.line,
+            rank=0,
+            world_size=1,
+            paths=self.paths,
+            attempt=self.attempt,
+            resume=directory,
+            clock=lambda: self.now_s,
         )
         step = read_manifest(directory).step if directory else 0
         self.saver = step_end.StepEndSaver(
@@ -66,6 +73,7 @@ class Bench:
     def _writes(self, step: int, name: str) -> Callable[[], None]:
         def write() -> None:
             self.wrote.append(step)
+            self.now_s += self.save_s
             (self.saver.work / name / "huggingface").mkdir(parents=True)
             (self.saver.work / name / "huggingface" / "config.json").write_text("{}")
             (self.saver.work / name / "model_rank_0.pt").write_bytes(b"weights")
@@ -217,6 +225,16 @@ def test_as_many_stay_as_the_configuration_says_also_those_of_former_lives(tmp_p
     second.save(6)
     assert len(second.names()) == 4, "the job ends: the next start tidies up"
     second.saver.end()
+
+
+def test_the_time_of_a_save_is_no_steps(bench: Bench) -> None:
+    bench.save_s = 300.0
+    for step in (1, 2, 3):
+        bench.now_s += 1.0
+        bench.step(step)
+        bench.save(step)
+    found = bench.session.reach(SaveRequest(request_id=1, stop=True, seconds_left=30.0))
+    assert "steps take up to 1.0 s, this one runs for 0.0 s" in found.reason
 
 
 def test_a_framework_that_writes_by_itself_says_so_before(bench: Bench) -> None:

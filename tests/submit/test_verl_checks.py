@@ -516,6 +516,19 @@ def test_what_verl_will_train_is_said_with_its_defaults(place: Path) -> None:
     assert any("of a single one the advantage is its raw reward" in note for note in check(given)[1])
 
 
+@pytest.mark.parametrize(
+    ("words", "is_said"),
+    [
+        ([], False),
+        (["verl.trainer.val_before_train=true"], True),
+        (["verl.trainer.val_before_train=false"], False),
+    ],
+)
+def test_a_validation_before_each_start_is_said(place: Path, words: list[str], is_said: bool) -> None:
+    _, notes = check(with_rewards(config(place, *words, entry="ppo"), place))
+    assert any("each start validates again before its first step" in note for note in notes) is is_said
+
+
 def test_the_conversations_of_supervised_training_are_looked_at(place: Path) -> None:
     assert "verl.data.train_files: 1 file, 64 rows with messages" in check(config(place))[0]
     with pytest.raises(DataError, match=r"under 'turns'.*set verl\.data\.messages_key"):

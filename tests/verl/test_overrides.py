@@ -209,6 +209,15 @@ def test_a_resume_names_the_verified_checkpoint_and_the_users_cadence_and_name_s
     assert not {"trainer.save_freq", "trainer.experiment_name"} & set(got)
 
 
+def test_a_resumed_start_does_not_validate_again_unless_the_user_says_so_by_name() -> None:
+    own = msgspec.structs.replace(OWN, resume=PurePath("/r/checkpoints/step_000007/global_step_7"))
+    key = "trainer.val_before_train"
+    assert ours("ppo", {}, own)[f"++{key}"] is False
+    assert not {name for name in ours("ppo", {key: True}, own) if name.endswith(key)}
+    # The first start does as verl has it, and verl's SFT never validates before.
+    assert not {name for name in ours("ppo", {}) | ours("sft", {}, own) if name.endswith(key)}
+
+
 def found(entry: Entry, **words: object) -> list[Input]:
     said = user_settings({name.replace("__", "."): value for name, value in words.items()})
     return inputs_of(entry, said_settings(said), said)

@@ -48,7 +48,15 @@ class Run:
         write_file(self.paths.run_yaml, b"name: run\n")
         self.attempt = take_attempt(self.paths, job_id="1", restart=0).attempt
         self.line = Daemon()
-        self.session = Session(self.line, rank=0, world_size=1, paths=self.paths, attempt=self.attempt)
+        self.now_s = 0.0
+        self.session = Session(
+            self.line,
+            rank=0,
+            world_size=1,
+            paths=self.paths,
+            attempt=self.attempt,
+            clock=lambda: self.now_s,
+        )
         self.saves = saves_of(self.session)
         self.calls: list[int] = []
 
@@ -288,6 +296,23 @@ def test_a_save_that_does_not_fit_is_not_begun_and_the_loop_leaves_all_the_same(
     [failed] = run.line.heard(RankSaveFailed)
     assert (run.calls, failed.request_id) == ([], 1)
     assert "step 1 is not saved: a save takes 45.0 s, and 30.0 s are left" in failed.reason
+
+
+def test_a_validation_lives_by_the_prompts_that_are_answered_and_not_by_the_wait(run: Run) -> None:
+    run.saves.begin(0, 9)
+    run.step(1)
+    run.line.told.clear()
+    for num_running in (8, 8, 8, 7, 7, 7, 6):
+        run.now_s += 100.0
+        run.saves.validates(0, num_running)
+    assert [(m.step, m.phase) for m in run.line.heard(Progress)] == [(1, "evaluate")] * 3
+
+
+def test_a_validation_before_the_first_step_belongs_to_the_start(run: Run) -> None:
+    run.now_s += 100.0
+    run.saves.validates(0, 8)
+    assert run.line.kinds() == ["RankStarted"], "a loop that has not begun cannot be asked to save"
+    run.saves.begin(0, 9)
 
 
 def test_before_the_first_step_is_done_there_is_nothing_to_save(run: Run) -> None:

@@ -72,3 +72,11 @@ def test_what_is_not_watched_is_verls_own() -> None:
     watch_steps(worker, seen.append)
     assert (worker.train_batch(data=1), worker.infer_batch(3)) == (2, -3)
     assert seen == [2]
+
+
+def test_each_batch_of_a_validation_is_told_when_it_is_done() -> None:
+    done: list[str] = []
+    worker = SimpleNamespace(train_batch=str, infer_batch=lambda data: done.append("inferred") or -data)
+    watch_steps(worker, done.append, lambda: done.append("told"))
+    assert (worker.infer_batch(3), worker.infer_batch(4)) == (-3, -4)
+    assert done == ["inferred", "told"] * 2

@@ -81,7 +81,7 @@ class VerlSlurmCallback(Served, TrainerCallback):
         self._output_dir = ""
         self._strategy: Any = None
         self._told = -1
-        self._began = self._evaluation_began = 0.0
+        self._began = self._since = 0.0
         self._evaluation_s: float | None = None
         self._steps_of_epoch = 0
         self._trl: TrlState | None = None
@@ -171,7 +171,7 @@ class VerlSlurmCallback(Served, TrainerCallback):
                 self.session.ended_by(error)
             raise
         # The resumed step was reported by the attempt that trained it.
-        self._told = state.global_step
+        self._told, self._since = state.global_step, self.session.clock()
         ended = self.resume is not None and self._restore_callbacks(state, say=not again)
         # Looked for at every start: a job that died between its last save and its end comes here.
         if ended or 0 < state.max_steps <= state.global_step:
@@ -284,7 +284,7 @@ class VerlSlurmCallback(Served, TrainerCallback):
         if not control.should_log:
             self._tell(state, {})
         # What the Trainer does after this callback, an evaluation and a save, is timed from here.
-        self._began = self._evaluation_began = time.monotonic()
+        self._began, self._since = time.monotonic(), self.session.clock()
         # Asked at every step, on every rank: it is a collective.
         request, is_last = saver.asked(), state.global_step >= state.max_steps
         if request is not None or is_last or state.global_step % saver.every_steps == 0:
@@ -333,6 +333,12 @@ class VerlSlurmCallback(Served, TrainerCallback):
     ) -> None:
         self._tell(state, logs or {})
 
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # Also in what follows the training inside of a `with` block.
+        self.session.alive()
+
     def on_evaluate(
         self,
         args: TrainingArguments,
@@ -343,14 +349,16 @@ class VerlSlurmCallback(Served, TrainerCallback):
     ) -> None:
         # The Trainer evaluates before it saves, so these numbers are those of the checkpoint that follows.
         self._metrics |= dict(metrics or {})  # for the checkpoint: see checkpoint.keep_best
-        self._began = time.monotonic()
-        self._evaluation_s = self._began - self._evaluation_began
+        before, self._since = self._since, self.session.clock()
+        self._began, self._evaluation_s = time.monotonic(), self._since - before
+        self.session.leave_out(before)
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self._saver is None:
             return
+        self.session.leave_out(self._since)
         # A step's end is reported before its save: the daemon counts the save to the safe point after that step.
         self._tell(state, {})
         self._give_back_strategy(args)
@@ -399,7 +407,7 @@ class VerlSlurmCallback(Served, TrainerCallback):
             control.should_save = False
         if control.should_save:
             self._saver.begins(state.global_step)
-        self._began = self._evaluation_began = time.monotonic()
+        self._began, self._since = time.monotonic(), self.session.clock()
         # The Trainer ends quietly where its data gives no sample, and the run would count as done.
         if control.should_training_stop and self._steps_of_epoch == 0:
             raise DataError(

@@ -166,7 +166,7 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
         super().__init__(session)
         self._every = every_n_steps
         self._due = False
-        self._step = 0
+        self._step, self._since = 0, 0.0
         self._began_epoch = False
         self._stepped = False
 
@@ -383,9 +383,19 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
         if not _is_at_max(trainer) and not trainer.is_last_batch and not _validates_now(trainer):
             self._save(trainer, in_epoch=True)
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._since = self.session.clock()
+
+    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self.session.alive()
+
+    # What follows the training inside of a `with` block.
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._saver is None or trainer.sanity_checking:
             return
+        self.session.leave_out(self._since)
         self._metrics |= plain_numbers(trainer.callback_metrics)
         # As above: after an epoch's last batch the save comes at the start of the next one.
         if not _is_at_max(trainer) and not trainer.is_last_batch:

@@ -17,11 +17,11 @@ the remains of dead processes, and finds the newest checkpoint that verifies. Sa
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import msgspec
 from torch.optim import Optimizer
@@ -61,6 +61,8 @@ from verl_slurm.save.ranks.saver import CheckpointSaver, LocalPlace, Provenance,
 from verl_slurm.save.ranks.tensors import Tensors
 from verl_slurm.wire.environment import SERVICE_TOKEN_VARIABLE, SERVICE_VARIABLE
 from verl_slurm.wire.messages import SaveRequest
+
+T = TypeVar("T")
 
 
 def run(
@@ -255,6 +257,15 @@ class LoopRun:
     def log(self, **metrics: object) -> None:
         """Logs numbers of the running step, for `verl-slurm status`, steps.jsonl and the checkpoint's manifest."""
         self._metrics |= metrics
+
+    def evaluation(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yields the batches of an evaluation. It may take longer than any step: it is no hang, and its time is no
+        step's. Each rank may have batches of its own, or none.
+        """
+        since = self._session.clock()
+        for batch in batches:
+            yield batch
+            since = self._session.evaluated(since)
 
     def step_done(self, step: int, total: int = 0, **metrics: object) -> None:
         """Records that `step` whole steps are done; saves where that is due, and sets `stopping`. Collective.

@@ -31,6 +31,8 @@ from verl_slurm.wire.standing_by import remember_imports
 if TYPE_CHECKING:  # a session is opened before anything that takes time to import
     from verl_slurm.checkpoint.store.commit import SavedCheckpoint
 
+_ALIVE_EVERY_S = 1.0
+
 LAST_TRIES_S = (1.0, 5.0, 15.0)
 """Pauses before the last save is tried again. Storage that fails for longer costs a restart, which waits, too."""
 
@@ -39,7 +41,7 @@ class Session:
     """One speaking process of a training loop.
 
     Args:
-        clock: monotonic seconds, for the time that steps take.
+        clock: monotonic seconds, for the time that steps take. Stays as an attribute.
 
     Attributes:
         rank, world_size: among those that speak.
@@ -47,7 +49,7 @@ class Session:
         resume: the verified checkpoint to resume from; None: from the start.
         step: whole steps done, as reported here.
         save_s: seconds of the last save, until it was committed; None: there was none.
-        safe_points: passed so far. The daemon tells a hang by a count that stands still.
+        safe_points: passed so far. The daemon tells a hang by a rank that says nothing of them.
     """
 
     def __init__(
@@ -66,9 +68,13 @@ class Session:
         self.has_daemon = not isinstance(line, NoDaemon)
         self.step = 0
         self.save_s: float | None = None
-        self._paths, self._clock = paths, clock
+        self._paths, self.clock = paths, clock
         self._answered, self.safe_points = 0, 0
-        self._step_began = clock()
+        self._step_began = self._told_at = self._spoke_at = clock()
+        # What a sign of life repeats, so that the daemon's limit for loading, or for a save, holds on; None: a step.
+        self._limited_by: messages.RankStarted | messages.SaveStarted | None = messages.RankStarted(
+            rank=rank, pid=os.getpid()
+        )
         # Written by the loop, read by the thread "reach": `reach` gets a copy as a tuple.
         self._steps_s: deque[float] = deque(maxlen=STEPS_LOOKED_AT)
         self._logs_steps, self._has_row = rank == 0 and paths is not None, False
@@ -134,7 +140,8 @@ class Session:
         """Reports that the loop begins after `step` steps, of `total` (0: unknown). From here on it can be asked to
         save; before, Slurm's end of the job ends the ranks at once.
         """
-        self.step, self._step_began = step, self._clock()
+        self.step, self._limited_by = step, None
+        self._step_began = self._told_at = self.clock()
         self.tell_progress(step, {}, total=total)
         if self._logs_steps:
             remember_imports(self.paths)
@@ -149,17 +156,42 @@ class Session:
         """
         # A monotonic clock: a corrected wall clock would give a step of minutes, and `reach` would refuse every
         # request.
-        now = self._clock()
+        now = self.clock()
         seconds, self._step_began = now - self._step_began, now
-        self.step = step
+        # For people: with the evaluations and saves since the last one.
+        whole_s, self._told_at = now - self._told_at, now
+        self.step, self._limited_by = step, None
         self.safe_points += 1
         if self.safe_points > 1:  # the first step of a start includes warm-up: it predicts little
             self._steps_s.append(seconds)
         # other ranks skip this: a tensor on a GPU would be waited for
         kept = self.numbers(metrics or {}) if self.rank == 0 else {}
         self.tell_progress(step, kept, total=total)
-        if problem := self.log_step({"step": step, **kept, "step_s": round(seconds, 6)}):
+        if problem := self.log_step({"step": step, **kept, "step_s": round(whole_s, 6)}):
             self.notice(problem, loud=True)
+
+    def alive(self) -> None:
+        """Reports, at most once a second, that this rank works in what is no step: an evaluation, batch by batch."""
+        # To be called where work was done, never by a thread or in a wait: a rank that hangs must fall silent.
+        if self.clock() - self._spoke_at < _ALIVE_EVERY_S:
+            return
+        if self._limited_by is None:
+            self.tell_progress(self.step, {}, phase="evaluate")
+        else:
+            self._spoke_at = self.clock()
+            self.line.send(self._limited_by)
+
+    def leave_out(self, since: float) -> None:
+        """Leaves the time since `since`, of `clock`, out of the running step's duration: an evaluation, a save."""
+        # `reach` would expect as much of the next steps, and give up what can be saved.
+        now = self.clock()
+        self._step_began = min(self._step_began + now - since, now)
+
+    def evaluated(self, since: float) -> float:
+        """Reports that a batch of an evaluation is done: `alive` and `leave_out`. Returns the present time."""
+        self.alive()
+        self.leave_out(since)
+        return self.clock()
 
     def log_step(self, row: Mapping[str, float]) -> str:
         """Writes a row of `RUN/steps.jsonl`, by rank 0; returns once why there are no more rows. Never raises."""
@@ -193,7 +225,7 @@ class Session:
 
     def reach(self, request: messages.SaveRequest) -> Reach:
         """Decides whether the running step can end, and be saved, before the request's deadline."""
-        running_s = self._clock() - self._step_began
+        running_s = self.clock() - self._step_began
         return reach(
             seconds_left=request.seconds_left,
             running_s=running_s,
@@ -208,6 +240,7 @@ class Session:
             safe_point: of the running step; 0: at its beginning.
         """
         said = messages.SaveStarted(rank=self.rank, request_id=request_id, step=step, safe_point=safe_point)
+        self._limited_by, self._spoke_at = said, self.clock()
         self.line.send(said)
 
     def part_saved(self, request_id: int) -> None:
@@ -321,7 +354,7 @@ class Session:
     def tell_progress(self, step: int, metrics: Mapping[str, float], **facts: Any) -> None:
         """Reports where this rank is. `facts`: fields of `Progress` where it is not between two steps."""
         told: dict[str, Any] = {"phase": "step_end", "index": 0, "new_rollouts": 0} | facts
-        points = self.safe_points
+        points, self._spoke_at = self.safe_points, self.clock()
         progress = messages.Progress(
             rank=self.rank, step=step, safe_points=points, metrics=dict(metrics), **told
         )

@@ -410,6 +410,7 @@ class StepEndSaver:
         """
         if not self.session.has_run:
             return None
+        since = self.session.clock()
         once = partial(self._save_once, step, store, metrics, why, last)
         failure = once(began)
         # Without the last save all steps since the one before would be done again.
@@ -422,6 +423,7 @@ class StepEndSaver:
             # Alike on all ranks: a failed save fails on all of them.
             time.sleep(pause_s)
             failure = once(None)
+        self.session.leave_out(since)
         return failure
 
     def files(self, name: str, write: Callable[[], None] | None = None, seal: Seal = _wait_for_all) -> Store:

@@ -60,6 +60,8 @@ _ALLOWED = (
 _LOOKED_AT = ("trainer.v1.trainer_mode", "trainer.use_v1", "trainer.del_local_ckpt_after_load")
 _MODES = ("sync", "colocate_async")
 _MANAGER = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
+BEFORE_TRAINING = "trainer.val_before_train"
+"""verl's own default is true."""
 _WHOLE = frozenset({"model", "optimizer", "extra"})
 
 
@@ -173,6 +175,9 @@ def own_settings(entry: Entry, own: OwnSettings, said: Mapping[str, Setting]) ->
             "hydra.run.dir": str(own.save_dir.parent / "hydra"),
             "hydra.output_subdir": None,
         }
+        # The first start has done it. `++`: a recipe's file may lack the key, and only a resume would meet that.
+        if own.resume is not None and BEFORE_TRAINING not in said:
+            ours[f"++{BEFORE_TRAINING}"] = False
         # `++`: no file of verl's has the key, though its program reads it. A manager of the user's own stays.
         if _MANAGER not in said:
             ours[f"++{_MANAGER}"] = "verl_slurm.loops.verl.verl_rollouts.LedgerManager"

@@ -236,7 +236,7 @@ class RankUnfit(_Message, frozen=True, kw_only=True):
 
 
 class Progress(_Message, frozen=True, kw_only=True):
-    """Reports the safe point that a rank has just passed."""
+    """Reports the safe point that a rank has just passed; once more, that it works since then (`Session.alive`)."""
 
     rank: int
     step: int

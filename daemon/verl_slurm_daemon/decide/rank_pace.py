@@ -3,7 +3,8 @@
 The pace is the run's own: the longest time that any rank has needed between two safe points, in this restart. A rank
 that needs `factor` times that is hung, but never before `floor_s`: the first evaluation, a compilation or a slow disk
 may take longer than anything before. Until a rank's first safe point, and from the start of a save to the next safe
-point, `load_s` counts. When all ranks are done, their processes have `floor_s` to end.
+point, `load_s` counts. A loop that is not ours reports the batches of an evaluation, which may last. When all ranks are
+done, their processes have `floor_s` to end.
 
 Ranks agree at each safe point, so all of them pass it together, and times between safe points are equal: the fast ones
 wait. What differs is the work: each rank reports the seconds that it has spent outside of that agreement
@@ -34,15 +35,17 @@ class Silence:
     safe_points: int
     """The number of safe points that they have passed; the foremost rank: `foremost`."""
     foremost: int
+    key: str = "daemon.hang_floor_s"
+    """What the limit is set by."""
     done: bool = False
     """All ranks are done, and their processes do not end."""
 
     @property
     def words(self) -> str:
         if self.done:
-            return f"all ranks have been done for {self.seconds:.0f} s, and their processes do not end"
+            return f"all ranks have been done for {self.seconds:.0f} s ({self.key}), and their processes do not end"
         pace = f"the longest before was {self.longest_s:.1f} s" if self.longest_s else "and none before"
-        limit = f"({pace}, limit {self.limit_s:.0f} s)"
+        limit = f"({pace}, limit {self.limit_s:.0f} s: {self.key})"
         if len(self.ranks) == 1:
             where = f"it is at its safe point {self.safe_points}, the foremost rank at {self.foremost}"
             return f"rank {self.ranks[0]} has passed no safe point for {self.seconds:.0f} s {limit}; {where}"
@@ -76,7 +79,8 @@ class HangWatch:
         self._ranks[rank] = _Rank(now)
 
     def passed(self, rank: int, safe_points: int, now: float) -> None:
-        """Records a safe point; several at once count as one. With `safe_points` 0 the loop begins."""
+        """Records a safe point; several at once count as one. With `safe_points` 0 the loop begins. The number of
+        before is a sign of life between two: a batch of an evaluation."""
         before = self._ranks.get(rank)
         # Loading and waits for storage are no pace: one long wait would let a later hang pass for `factor` times as
         # long.
@@ -99,13 +103,19 @@ class HangWatch:
 
     def limit_s(self, rank: int) -> float:
         """Returns how many seconds this rank may be silent now."""
+        return self._limit(rank)[0]
+
+    def _limit(self, rank: int) -> tuple[float, str]:
+        """Returns the limit, and the key that sets it."""
         known = self._ranks.get(rank)
         # Models are loaded, communicators made, the ledger replayed: there is no pace yet.
         if known is None or not known.safe_points:
-            return self.load_s
+            return self.load_s, "daemon.load_timeout_s"
         by_pace = max(self.floor_s, self.factor * self._longest_s)
         # A save may wait for the one before, and the last one of a run for itself, as long as storage takes.
-        return max(by_pace, self.load_s) if known.saves else by_pace
+        if known.saves and self.load_s >= by_pace:
+            return self.load_s, "daemon.load_timeout_s"
+        return by_pace, "daemon.hang_floor_s"
 
     def next_look_s(self, now: float) -> float:
         """Returns the seconds until the first rank could be hung; at most `floor_s`."""
@@ -126,10 +136,12 @@ class HangWatch:
         behind = {rank: known for rank, known in self._ranks.items() if known.safe_points == fewest}
         # The longest silence; the rank number makes the choice the same each time.
         first = min(behind, key=lambda rank: (behind[rank].at, rank))
+        limit_s, key = self._limit(first)
         return Silence(
             ranks=tuple(sorted(behind)),
             seconds=now - behind[first].at,
-            limit_s=self.limit_s(first),
+            limit_s=limit_s,
+            key=key,
             longest_s=self._longest_s,
             safe_points=fewest,
             foremost=max(known.safe_points for known in self._ranks.values()),

@@ -134,6 +134,9 @@ class _Interruptible(_Verls):  # type: ignore[misc]
                 self.agent_loop_manager.require_workers()
             if partition_id == "train":
                 self._leave_if_asked()
+            else:
+                open_keys = (buffer.pending_keys, buffer.running_keys)
+                self.saves.validates(*(len(keys[partition_id]) for keys in open_keys))
             if self._engines is not None:
                 self._engines.poll(self._sampling_weights)
             return wait(partition_id, *args)
@@ -146,6 +149,14 @@ class _Interruptible(_Verls):  # type: ignore[misc]
 
         buffer._wait_for_next_poll, buffer.sample = wait_or_leave, sample_all
         return buffer
+
+    def _validate(self) -> Any:
+        session = self.saves.saver.session
+        since = session.clock()
+        found = super()._validate()
+        # verl's step ends only after its validation.
+        session.leave_out(since)
+        return found
 
     def _note(self) -> None:
         """Notes which prompts a checkpoint of this step's end leaves open. Cheap, and the same when it is repeated."""

@@ -21,6 +21,7 @@ class Saves:
         self._total, self._began, self._said = 0, 0, 0
         self._metrics: Mapping[str, object] = {}
         self._before: Mapping[str, object] = {}
+        self._open: tuple[int, int] | None = None
 
     def begin(self, step: int, total: int) -> None:
         """Reports that the loop continues after `step` of `total` steps."""
@@ -72,6 +73,14 @@ class Saves:
         if step != self._said:
             self._said = step
             self.saver.step_done(step, metrics)
+
+    def validates(self, num_pending: int, num_running: int) -> None:
+        """Takes how many prompts of a validation verl waits for; where that has changed, the run lives."""
+        # The wait itself tells nothing: verl would wait for a dead engine, too.
+        now, before = (num_pending, num_running), self._open
+        self._open = now
+        if now != before:
+            self.saver.session.alive()
 
     def end(self, step: int) -> None:
         """Handles the end of verl's loop after `step`. Raises VerlSlurmError as `last_words`."""

@@ -47,6 +47,7 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
     def __init__(self, config: Any, saver: StepEndSaver | None, resume_step: int | None) -> None:
         self._saver = saver
         self._metrics: Mapping[str, object] = {}
+        self._since = 0.0
         # Before verl builds the model: LoRA's weights are drawn in its constructor. The same on all ranks.
         _seed(int(config.trainer.seed))
         super().__init__(config=config)
@@ -82,7 +83,7 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
     def _build_engine(self) -> None:
         super()._build_engine()
         # When `train_batch` returns the optimizer has stepped, and verl has not yet decided on validation and saving.
-        watch_steps(self.training_client, self._step_is_done)
+        watch_steps(self.training_client, self._step_is_done, self._batch_is_evaluated)
 
     def _build_dataloader(self) -> None:
         super()._build_dataloader()
@@ -110,6 +111,7 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
         if self._saver is None:
             return
         self._saver.step_done(self.step, self._metrics)
+        self._since = self._saver.session.clock()
         request = self._saver.asked()
         if request is None:
             return
@@ -119,6 +121,10 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
             self.val_dataloader, self.test_freq = None, -1  # no time for a validation
         else:
             self.save_freq = 1
+
+    def _batch_is_evaluated(self) -> None:
+        if self._saver is not None:
+            self._since = self._saver.session.evaluated(self._since)
 
     def _save(self, step: int, write: Callable[[], None]) -> None:
         saver = self._saver

@@ -12,9 +12,13 @@ from typing import Any
 from verl_slurm.base.errors import CheckpointCorrupt
 
 
-def watch_steps(worker: Any, after_step: Callable[[Any], None]) -> None:
-    """Has verl's `TrainingWorker` call `after_step` with the result of each `train_batch`."""
-    train_batch = worker.train_batch
+def watch_steps(
+    worker: Any, after_step: Callable[[Any], None], after_evaluated: Callable[[], None] = lambda: None
+) -> None:
+    """Has verl's `TrainingWorker` call `after_step` with the result of each `train_batch`, and `after_evaluated` after
+    each `infer_batch`, of which a validation consists.
+    """
+    train_batch, infer_batch = worker.train_batch, worker.infer_batch
 
     def train_and_tell(*args: Any, **words: Any) -> Any:
         # The call comes after verl's own: a step that raises is not reported as done.
@@ -22,7 +26,12 @@ def watch_steps(worker: Any, after_step: Callable[[Any], None]) -> None:
         after_step(output)
         return output
 
-    worker.train_batch = train_and_tell
+    def infer_and_tell(*args: Any, **words: Any) -> Any:
+        output = infer_batch(*args, **words)
+        after_evaluated()
+        return output
+
+    worker.train_batch, worker.infer_batch = train_and_tell, infer_and_tell
 
 
 def watch_checkpoints(

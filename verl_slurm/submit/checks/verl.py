@@ -52,7 +52,14 @@ from verl_slurm.submit.checks.user_programs import (
 )
 from verl_slurm.verl import verl_inputs
 from verl_slurm.verl.composing import Composed, unread_additions
-from verl_slurm.verl.overrides import Setting, judged, require_possible, switches_as_text, value_at
+from verl_slurm.verl.overrides import (
+    BEFORE_TRAINING,
+    Setting,
+    judged,
+    require_possible,
+    switches_as_text,
+    value_at,
+)
 from verl_slurm.verl.releases import Entry, installed_verl, require_usable
 from verl_slurm.verl.reshard.checkpoint import division_of, require_fsdp, require_room, source_of
 from verl_slurm.verl.reshard.dividing import ranks_python
@@ -213,6 +220,7 @@ def _looks(
     entry = config.trainer.entry
     if entry == "ppo":
         yield partial(_check_engines, config, settings)
+        yield lambda: [*map(warn, _repeated_validation(settings, said))]
     yield lambda: [*map(warn, _check_sizes(entry, settings))]
     inputs = [
         one for one in verl_inputs.inputs_of(entry, settings, said) if one.place != "???"
@@ -623,6 +631,14 @@ def _check_sizes(entry: Entry, settings: Mapping[str, Any]) -> list[str]:
         alone = "compares the responses to a prompt; of a single one the advantage is its raw reward"
         return [f"verl.actor_rollout_ref.rollout.n is 1: {estimator} {alone}"]
     return []
+
+
+def _repeated_validation(settings: Mapping[str, Any], said: Mapping[str, Setting]) -> list[str]:
+    # Unsaid, a resumed start does without it (`own_settings`).
+    if BEFORE_TRAINING not in said or not value_at(settings, BEFORE_TRAINING):
+        return []
+    again = "each start validates again before its first step, also after a preemption"
+    return [f"verl.{BEFORE_TRAINING} is true: {again}. Left out, the first start alone does"]
 
 
 def _check_rows(
