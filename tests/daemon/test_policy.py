@@ -470,9 +470,18 @@ def test_a_slurm_that_is_away_is_waited_for_in_place_however_long() -> None:
 def test_each_of_our_ranks_has_to_speak_in_time_and_of_a_users_loop_any() -> None:
     for all_ranks, expected in ((True, [act.TakeDown]), (False, [])):
         story = Story(inputs.Ready(2), inputs.RankSaid(msg.RankStarted(rank=0, pid=7)))
-        assert kinds(story.then(inputs.StartTimedOut(1, all_ranks=all_ranks))) == expected
+        assert kinds(story.then(inputs.StartTimedOut(1, 300.0, all_ranks=all_ranks))) == expected
     story.then(inputs.RankSaid(msg.RankStarted(rank=1, pid=8)))
-    assert story.then(inputs.StartTimedOut(1, all_ranks=True)) == []
+    assert story.then(inputs.StartTimedOut(1, 300.0, all_ranks=True)) == []
+
+
+@pytest.mark.scenario("FLT-F")
+def test_ranks_that_did_not_start_in_time_are_counted_and_the_limits_key_is_named() -> None:
+    story = Story(inputs.Ready(2), inputs.RankSaid(msg.RankStarted(rank=0, pid=7)))
+    story.then(inputs.StartTimedOut(1, 300.0, all_ranks=True))
+    story.then(ENDED)
+    (crash,) = [a.event for a in story.actions if isinstance(a, act.Note) and isinstance(a.event, Crash)]
+    assert crash.detail == "1 of 2 ranks sent no message for 300 s after their start (daemon.start_timeout_s)"
 
 
 @pytest.mark.scenario("FLT-A")
@@ -624,8 +633,8 @@ def test_an_attempt_that_lost_the_run_takes_its_ranks_down_and_says_so(
 
 def test_a_start_that_says_nothing_is_a_crash_and_an_old_timer_is_nothing() -> None:
     story = Story(inputs.Ready(2))
-    assert story.then(inputs.StartTimedOut(7)) == []
-    assert kinds(story.then(inputs.StartTimedOut(1))) == [act.TakeDown]
+    assert story.then(inputs.StartTimedOut(7, 300.0)) == []
+    assert kinds(story.then(inputs.StartTimedOut(1, 300.0))) == [act.TakeDown]
     assert kinds(story.then(inputs.RanksEnded(0))) == [act.Pause]
 
 

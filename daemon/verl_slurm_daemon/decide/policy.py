@@ -96,11 +96,14 @@ def _decide(model: Model, event: inputs.Input) -> Decision:
             return _on_hung(model, event)
         case inputs.RunLost(owner):
             return _on_run_lost(model, owner)
-        case inputs.StartTimedOut(restart, all_ranks):
+        case inputs.StartTimedOut(restart, limit_s, all_ranks):
             # A rank that has sent a message is slow, not lost: the watch for hangs judges it.
-            missing = model.started.bit_count() < model.world_size if all_ranks else not model.started
-            if model.state is State.LAUNCHING and restart == model.restart and missing:
-                return _on_failure(model, "the ranks did not start in time")
+            missing = model.world_size - model.started.bit_count()
+            if model.started and not all_ranks:
+                missing = 0
+            if model.state is State.LAUNCHING and restart == model.restart and missing > 0:
+                late = f"{missing} of {model.world_size} ranks sent no message for {limit_s:.0f} s after their start"
+                return _on_failure(model, f"{late} (daemon.start_timeout_s)")
             return Decision(model)
         case inputs.RanksEnded(exit_code):
             return _on_ranks_ended(model, exit_code)
