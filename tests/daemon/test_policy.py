@@ -484,6 +484,52 @@ def test_ranks_that_did_not_start_in_time_are_counted_and_the_limits_key_is_name
     assert crash.detail == "1 of 2 ranks sent no message for 300 s after their start (daemon.start_timeout_s)"
 
 
+def began(rank: int) -> inputs.RankSaid:
+    return inputs.RankSaid(msg.RankStarted(rank=rank, pid=7, by_program=False))
+
+
+@pytest.mark.scenario("USE11")
+def test_a_program_that_ends_with_0_and_never_spoke_ends_the_run_and_is_told_the_three_lines() -> None:
+    """It was trained whole four times, and ended with 21: "the step ended with 0"."""
+    story = Story(inputs.Ready(2), began(0), began(1))
+    assert story.then(inputs.StartTimedOut(1, 300.0)) == [], "it may prepare its data for longer"
+    refused, end = story.then(inputs.RanksEnded(0))
+    assert isinstance(refused, act.Note)
+    assert isinstance(end, act.Exit)
+    assert end.code is ExitCode.DATA
+    for word in (
+        "verl_slurm.run",
+        "VerlSlurmCallback",
+        "VerlSlurmCheckpoint",
+        "docs/start-loop.md",
+        "RUN/code",
+    ):
+        assert word in end.reason
+
+
+@pytest.mark.parametrize(
+    ("before", "exit_code"),
+    [
+        pytest.param([began(0)], 1, id="it_failed"),
+        pytest.param([began(0), inputs.RankSaid(msg.RankStarted(rank=1, pid=8))], 0, id="a_rank_spoke"),
+        pytest.param([], 0, id="no_program_has_begun"),
+        pytest.param([began(0), inputs.NodeFailed("n1", "gone", lost=True)], 0, id="a_node_is_lost"),
+        pytest.param([began(0), inputs.SignalArrived("SIGTERM", "lead")], 0, id="slurm_may_end_the_job"),
+    ],
+)
+def test_an_end_before_the_first_step_that_may_have_another_cause_is_tried_again(
+    before: list[inputs.Input], exit_code: int
+) -> None:
+    for trained in (False, True):
+        story = Story(inputs.Ready(2, trained=trained), *before)
+        assert kinds(story.then(inputs.RanksEnded(exit_code))) == [act.Pause]
+
+
+def test_a_program_of_a_run_that_has_trained_is_tried_again_after_an_end_without_a_word() -> None:
+    story = Story(inputs.Ready(2, trained=True), began(0), began(1))
+    assert kinds(story.then(inputs.RanksEnded(0))) == [act.Pause]
+
+
 @pytest.mark.scenario("FLT-A")
 def test_a_last_save_that_cannot_be_read_back_is_not_called_corrupt() -> None:
     finished = [inputs.RankSaid(msg.Finished(rank=rank, step=3)) for rank in (0, 1)]
