@@ -95,6 +95,17 @@ def test_nobody_hangs_who_has_not_spoken_and_one_that_loads_may_train_by_the_nex
     assert "none before, limit 900 s" in silence.words
 
 
+@pytest.mark.parametrize("speaks", [False, True])
+def test_loading_for_too_long_names_its_key_and_of_a_program_without_a_word_what_it_has_to_call(
+    speaks: bool,
+) -> None:
+    said = [("started", 0, 500.0)] if speaks else []
+    silence = watch(("started", 0, 0.0, False), ("started", 1, 0.0, False), *said).silence(1400.0)
+    assert silence is not None
+    assert "limit 900 s: daemon.load_timeout_s" in silence.words
+    assert ("the program has not called verl_slurm.run, VerlSlurmCallback" in silence.words) is not speaks
+
+
 def test_the_rank_that_is_behind_is_named_and_where_all_stand_alike_none() -> None:
     behind = watch(
         *(("passed", rank, 7, 0.0) for rank in range(4)), *(("passed", n, 8, 1.0) for n in (0, 1, 3))

@@ -470,9 +470,64 @@ def test_a_slurm_that_is_away_is_waited_for_in_place_however_long() -> None:
 def test_each_of_our_ranks_has_to_speak_in_time_and_of_a_users_loop_any() -> None:
     for all_ranks, expected in ((True, [act.TakeDown]), (False, [])):
         story = Story(inputs.Ready(2), inputs.RankSaid(msg.RankStarted(rank=0, pid=7)))
-        assert kinds(story.then(inputs.StartTimedOut(1, all_ranks=all_ranks))) == expected
+        assert kinds(story.then(inputs.StartTimedOut(1, 300.0, all_ranks=all_ranks))) == expected
     story.then(inputs.RankSaid(msg.RankStarted(rank=1, pid=8)))
-    assert story.then(inputs.StartTimedOut(1, all_ranks=True)) == []
+    assert story.then(inputs.StartTimedOut(1, 300.0, all_ranks=True)) == []
+
+
+@pytest.mark.scenario("FLT-F")
+def test_ranks_that_did_not_start_in_time_are_counted_and_the_limits_key_is_named() -> None:
+    story = Story(inputs.Ready(2), inputs.RankSaid(msg.RankStarted(rank=0, pid=7)))
+    story.then(inputs.StartTimedOut(1, 300.0, all_ranks=True))
+    story.then(ENDED)
+    (crash,) = [a.event for a in story.actions if isinstance(a, act.Note) and isinstance(a.event, Crash)]
+    assert crash.detail == "1 of 2 ranks sent no message for 300 s after their start (daemon.start_timeout_s)"
+
+
+def began(rank: int) -> inputs.RankSaid:
+    return inputs.RankSaid(msg.RankStarted(rank=rank, pid=7, by_program=False))
+
+
+@pytest.mark.scenario("USE11")
+def test_a_program_that_ends_with_0_and_never_spoke_ends_the_run_and_is_told_the_three_lines() -> None:
+    """It was trained whole four times, and ended with 21: "the step ended with 0"."""
+    story = Story(inputs.Ready(2), began(0), began(1))
+    assert story.then(inputs.StartTimedOut(1, 300.0)) == [], "it may prepare its data for longer"
+    refused, end = story.then(inputs.RanksEnded(0))
+    assert isinstance(refused, act.Note)
+    assert isinstance(end, act.Exit)
+    assert end.code is ExitCode.DATA
+    for word in (
+        "verl_slurm.run",
+        "VerlSlurmCallback",
+        "VerlSlurmCheckpoint",
+        "docs/start-loop.md",
+        "RUN/code",
+    ):
+        assert word in end.reason
+
+
+@pytest.mark.parametrize(
+    ("before", "exit_code"),
+    [
+        pytest.param([began(0)], 1, id="it_failed"),
+        pytest.param([began(0), inputs.RankSaid(msg.RankStarted(rank=1, pid=8))], 0, id="a_rank_spoke"),
+        pytest.param([], 0, id="no_program_has_begun"),
+        pytest.param([began(0), inputs.NodeFailed("n1", "gone", lost=True)], 0, id="a_node_is_lost"),
+        pytest.param([began(0), inputs.SignalArrived("SIGTERM", "lead")], 0, id="slurm_may_end_the_job"),
+    ],
+)
+def test_an_end_before_the_first_step_that_may_have_another_cause_is_tried_again(
+    before: list[inputs.Input], exit_code: int
+) -> None:
+    for trained in (False, True):
+        story = Story(inputs.Ready(2, trained=trained), *before)
+        assert kinds(story.then(inputs.RanksEnded(exit_code))) == [act.Pause]
+
+
+def test_a_program_of_a_run_that_has_trained_is_tried_again_after_an_end_without_a_word() -> None:
+    story = Story(inputs.Ready(2, trained=True), began(0), began(1))
+    assert kinds(story.then(inputs.RanksEnded(0))) == [act.Pause]
 
 
 @pytest.mark.scenario("FLT-A")
@@ -624,8 +679,8 @@ def test_an_attempt_that_lost_the_run_takes_its_ranks_down_and_says_so(
 
 def test_a_start_that_says_nothing_is_a_crash_and_an_old_timer_is_nothing() -> None:
     story = Story(inputs.Ready(2))
-    assert story.then(inputs.StartTimedOut(7)) == []
-    assert kinds(story.then(inputs.StartTimedOut(1))) == [act.TakeDown]
+    assert story.then(inputs.StartTimedOut(7, 300.0)) == []
+    assert kinds(story.then(inputs.StartTimedOut(1, 300.0))) == [act.TakeDown]
     assert kinds(story.then(inputs.RanksEnded(0))) == [act.Pause]
 
 

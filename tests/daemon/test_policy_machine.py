@@ -194,6 +194,7 @@ class Policy(RuleBasedStateMachine):
         request = data.draw(st.sampled_from([0, self.model.request_id, self.model.request_id + 1]))
         words: list[Any] = [
             msg.RankStarted(rank=rank, pid=7),
+            msg.RankStarted(rank=rank, pid=7, by_program=False),
             msg.Progress(rank=rank, step=3, phase="generate", index=1, safe_points=1, new_rollouts=request),
             msg.Finished(rank=rank, step=30),
             msg.SaveStarted(rank=rank, request_id=request, step=1, safe_point=0),
@@ -216,7 +217,7 @@ class Policy(RuleBasedStateMachine):
             inputs.NodeFailed("", "Slurm was away", environment=True),
             inputs.StrangerFound(node, "eve"),
             inputs.Hung(restart, node, "silent"),
-            inputs.StartTimedOut(restart, all_ranks=True),
+            inputs.StartTimedOut(restart, 300.0, all_ranks=True),
             inputs.ServiceLost("service judge: gone"),
             inputs.LeaveNode(node or "n3", "bad_node", "GPUs"),
             inputs.LeaveNode(node or "n3", "reclaimed", "AWS", 100.0),

@@ -11,7 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.fakes.agent import Agent
 from tests.processes import python_path
+from verl_slurm.base.files import private_dir
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.wire.messages import RankStarted
 from verl_slurm.wire.standing_by import Orders
 
 
@@ -112,6 +116,24 @@ def test_a_traceback_begins_with_the_programs_own_first_line(tmp_path: Path, kin
     assert lines[0] == "Traceback (most recent call last):"
     assert lines[1] == f'  File "{tmp_path}/broken.py", line 3, in <module>'
     assert lines[-1] == "ValueError: __main__"
+
+
+@pytest.mark.parametrize("role", ["of_a_guest", "of_our_trainer", "of_a_service", "of_rays_driver"])
+def test_a_rank_is_heard_before_its_program_begins(tmp_path: Path, role: str) -> None:
+    """A program that tokenized for five minutes before verl_slurm.run was ended, again and again."""
+    (tmp_path / "prepares.py").write_text("import os\nos._exit(0)  # it never speaks itself\n")
+    with Agent(RunPaths(private_dir(tmp_path / "run"))) as agent:
+        absent = {"of_our_trainer": "VERL_SLURM_RUN", "of_a_service": "VERL_SLURM_CONTROL"}.get(role, "RANK")
+        said = {
+            name: value for name, value in agent.environ.items() if role == "of_a_guest" or name != absent
+        }
+        start = [sys.executable, "-P", "-m", "verl_slurm.loops.rendezvous", str(tmp_path / "prepares.py")]
+        # By a parent with the same environment: a rank without its launcher ends itself.
+        launcher = [sys.executable, "-c", "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"]
+        subprocess.run([*launcher, *start], env={**os.environ, **said}, timeout=60, check=True)
+        heard = agent.heard() if agent.was_called else []
+    assert [type(one) for one in heard] == [RankStarted][: role == "of_a_guest"]
+    assert not any(one.by_program for one in heard if isinstance(one, RankStarted))
 
 
 LOADS = """

@@ -4,6 +4,7 @@ Socket and page are real. It stands for the agent's process: it starts no rank, 
 guest has said at the end, in the order of sending. A real agent would pass on its own digest of that.
 """
 
+import select
 import socket
 import tempfile
 from pathlib import Path
@@ -43,6 +44,11 @@ class Agent:
         self._ask += 1
         self.page.post(SaveRequest(request_id=self._ask, stop=stop, seconds_left=seconds_left))
         return self._ask
+
+    @property
+    def was_called(self) -> bool:
+        """Whether a guest has opened a line that was not heard yet."""
+        return bool(select.select([self._listener], [], [], 0)[0])
 
     def heard(self) -> list[FromRank]:
         """All that the one guest has said, when it has closed its line."""

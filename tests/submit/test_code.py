@@ -93,7 +93,7 @@ def test_a_run_that_has_begun_asks_which_code_it_goes_on_with(place: Place) -> N
     first = place.ranks().parent
     place.begin()
     assert place.submit().code.kept
-    (place.repo / "train.py").write_text("edited\n")
+    (place.repo / "train.py").write_text("import verl_slurm\n")
     (place.repo / "parts/new.py").write_text("")
     with pytest.raises(ConfigError, match=r"1 added \(parts/new.py\).*--code run.*--code new") as refused:
         place.plan()
@@ -102,7 +102,7 @@ def test_a_run_that_has_begun_asks_which_code_it_goes_on_with(place: Place) -> N
     assert place.ranks().parent == first
     notes = place.submit(code="new").code.notes
     assert [note.partition(":")[0] for note in notes] == ["takes the code as it is now"]
-    assert place.ranks().read_text() == "edited\n"
+    assert place.ranks().read_text() == "import verl_slurm\n"
     assert (first / "train.py").read_text() == "import parts\n"  # checkpoints were trained with it
     assert len(read_events(place.paths)) == 3, "the start, and each copy"
 
@@ -278,6 +278,35 @@ def test_the_runs_of_a_sweep_have_the_same_code(tmp_path: Path) -> None:
         plans.append(plan_code(config, tmp_path, run, begun=False, known=known))
         (repo / "train.py").write_text("edited meanwhile")
     assert plans[0].contents[0] is plans[1].contents[0]
+
+
+@pytest.mark.parametrize(
+    ("files", "trainer", "warned"),
+    [
+        ({"train": "Trainer().train()\n# no verl_slurm yet\n"}, "command: [CODE/train.py]", True),
+        ({"train": "from verl_slurm import run\n"}, "command: [CODE/train.py]", False),
+        (
+            {"train": "import parts.loop\n", "parts__loop": "import verl_slurm\n"},
+            "command: [CODE/train.py]",
+            False,
+        ),
+        ({"train": ""}, "command: [CODE/train.py, --callback, verl_slurm.loops.lightning.X]", False),
+        ({"train": "#" * 300_000}, "command: [CODE/train.py]", False),
+        ({"train": ""}, "command: [-m, msgspec]", False),
+        ({"train": ""}, "backend: ray, command: [CODE/train.py]", False),
+        ({"train": ""}, "backend: verl, command: [CODE/train.py]", False),
+    ],
+)
+def test_a_program_of_which_no_file_names_verl_slurm_is_warned_of(
+    tmp_path: Path, files: dict[str, str], trainer: str, warned: bool
+) -> None:
+    """It was trained whole, up to four times, before anything was said."""
+    repo = new_repo(tmp_path / "repo", **files)
+    trainer = trainer if "backend" in trainer else f"backend: command, {trainer}"
+    config = config_of(tmp_path, f"trainer: {{{trainer.replace('CODE', str(repo))}}}")
+    notes = [note for note in planned(config, tmp_path).notes if "names verl_slurm" in note]
+    assert len(notes) == warned
+    assert all("verl_slurm.run, VerlSlurmCallback" in note and "installed package" in note for note in notes)
 
 
 def test_a_reward_outside_of_a_work_tree_is_copied_by_itself(tmp_path: Path) -> None:

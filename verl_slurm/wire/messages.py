@@ -19,7 +19,8 @@ lead  → agent  Baseline(time, places)                    → the agent looks a
 agent → lead   AgentReady(node, node_id, free_port)
                or, of a node that is not fit: NodeUnfit(evidence)  → the job is requeued without it
 lead  → agent  Launch(restart, node_rank, master_addr, master_port, resume, attempt)
-rank  → lead   RankStarted, then Progress at once, at most every 0.5 s (rank 0) or 1 s (the others); Notice at times
+rank  → lead   RankStarted (of a program of the user's twice: as its process begins, and as it speaks itself), then
+               Progress at once, at most every 0.5 s (rank 0) or 1 s (the others); Notice at times
    a preemption:
 lead  → agent  SaveRequest(request_id, stop, seconds_left)   → into the control page
 rank  → lead   SaveStarted, PartSaved, Saved or SaveFailed, Stopped (from every rank; Saved from rank 0, after the
@@ -224,8 +225,12 @@ class ServiceSaid(_Message, frozen=True, kw_only=True):
 
 
 class RankStarted(_Message, frozen=True, kw_only=True):
+    """Reports that a rank's process lives: the first message of each connection of a loop."""
+
     rank: int
     pid: int
+    by_program: bool = True
+    """False: said for the program, which begins next and has not spoken yet (`rendezvous.rank_start`)."""
 
 
 class RankUnfit(_Message, frozen=True, kw_only=True):

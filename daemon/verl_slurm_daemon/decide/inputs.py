@@ -161,6 +161,7 @@ class StartTimedOut(_Event, frozen=True):
     """The ranks had their time for a first message."""
 
     restart: int
+    limit_s: float
     all_ranks: bool = False
     """Each of them should have sent one; otherwise, any of them."""
 

@@ -162,6 +162,8 @@ class Model(msgspec.Struct, frozen=True):
     """The trigger that arrived while Slurm was being asked: Slurm's answer may be older than it."""
     started: int = 0
     """The ranks of this restart that have sent a message, a bit for each."""
+    spoke: bool = False
+    """A rank's program has sent one itself."""
     finished: int = 0
     """The ranks that have done all steps, a bit for each: a set of thousands would be copied for each rank's word."""
     unverified: str = ""
@@ -215,6 +217,7 @@ class Model(msgspec.Struct, frozen=True):
             step_gone=False,
             fresh=False,
             started=0,
+            spoke=False,
         )
 
     def without(self, node: str) -> "Model":

@@ -16,7 +16,7 @@ from typing import assert_never
 
 import msgspec
 
-from verl_slurm.base.errors import NOT_SET_UP, RECORD_LOST, names_missing_file, names_storage_error
+from verl_slurm.base.errors import NOT_SET_UP, RECORD_LOST, WAYS_IN, names_missing_file, names_storage_error
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.journal import events as ev
 from verl_slurm.wire import messages as msg
@@ -96,11 +96,14 @@ def _decide(model: Model, event: inputs.Input) -> Decision:
             return _on_hung(model, event)
         case inputs.RunLost(owner):
             return _on_run_lost(model, owner)
-        case inputs.StartTimedOut(restart, all_ranks):
+        case inputs.StartTimedOut(restart, limit_s, all_ranks):
             # A rank that has sent a message is slow, not lost: the watch for hangs judges it.
-            missing = model.started.bit_count() < model.world_size if all_ranks else not model.started
-            if model.state is State.LAUNCHING and restart == model.restart and missing:
-                return _on_failure(model, "the ranks did not start in time")
+            missing = model.world_size - model.started.bit_count()
+            if model.started and not all_ranks:
+                missing = 0
+            if model.state is State.LAUNCHING and restart == model.restart and missing > 0:
+                late = f"{missing} of {model.world_size} ranks sent no message for {limit_s:.0f} s after their start"
+                return _on_failure(model, f"{late} (daemon.start_timeout_s)")
             return Decision(model)
         case inputs.RanksEnded(exit_code):
             return _on_ranks_ended(model, exit_code)
@@ -321,7 +324,9 @@ def _on_rank(model: Model, message: msg.FromRank) -> Decision:
     match message:
         # Models may load for minutes after this, before the first safe point makes the state RUNNING.
         case msg.RankStarted():
-            return Decision(msgspec.structs.replace(model, started=model.started | model.bit(message.rank)))
+            started = model.started | model.bit(message.rank)
+            spoke = model.spoke or message.by_program
+            return Decision(msgspec.structs.replace(model, started=started, spoke=spoke))
         case msg.Stopped() | msg.RankUnfit():  # the second comes as `LeaveNode`, with its node
             return Decision(model)
         case msg.SaveStarted() | msg.PartSaved():
@@ -457,6 +462,9 @@ def _on_ranks_ended(model: Model, exit_code: int) -> Decision:
             return Decision(msgspec.structs.replace(model, state=State.CHECKING))
         return _on_end(model)
     match model.state:
+        case State.LAUNCHING if exit_code == 0 and _knows_no_daemon(model):
+            exit_now = _exit(model, ExitCode.DATA, _WITHOUT_A_WORD)
+            return Decision(exit_now.model, (act.Note(ev.Refused(_WITHOUT_A_WORD)), *exit_now.actions))
         case State.LAUNCHING | State.RUNNING:
             return _on_crash(model, model.failure or f"the step ended with {exit_code}")
         case State.SAVING:
@@ -465,6 +473,19 @@ def _on_ranks_ended(model: Model, exit_code: int) -> Decision:
             return Decision(model)
         case _:
             return _maybe_exit(model)
+
+
+_WITHOUT_A_WORD = (
+    f"the program ended with exit code 0 and never called {WAYS_IN}: nothing of it was saved here. What it wrote "
+    "itself is kept (by a relative name, below RUN/code). Add the lines, and submit the run again with --code new"
+)
+
+
+def _knows_no_daemon(model: Model) -> bool:
+    """Returns whether a program that ended with 0 would end so again, without a step that counts."""
+    # A run that has trained has a program that speaks. A node that is lost, or Slurm's signal, may have ended it.
+    may_differ = model.spoke or model.trained or model.failure or model.asking
+    return model.started > 0 and not may_differ
 
 
 def _on_crash(model: Model, detail: str) -> Decision:

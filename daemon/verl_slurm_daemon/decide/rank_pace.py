@@ -16,6 +16,8 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from verl_slurm.base.errors import WAYS_IN
+
 _LEAST_SAFE_POINTS = 3
 _LEAST_S = 20.0
 """A window has at least so many safe points, and so much work of the slowest rank: noise evens out."""
@@ -39,6 +41,8 @@ class Silence:
     """What the limit is set by."""
     done: bool = False
     """All ranks are done, and their processes do not end."""
+    spoke: bool = True
+    """False: the programs of these ranks have not sent a message themselves."""
 
     @property
     def words(self) -> str:
@@ -46,6 +50,8 @@ class Silence:
             return f"all ranks have been done for {self.seconds:.0f} s ({self.key}), and their processes do not end"
         pace = f"the longest before was {self.longest_s:.1f} s" if self.longest_s else "and none before"
         limit = f"({pace}, limit {self.limit_s:.0f} s: {self.key})"
+        if not self.spoke:
+            limit += f": the program has not called {WAYS_IN}"
         if len(self.ranks) == 1:
             where = f"it is at its safe point {self.safe_points}, the foremost rank at {self.foremost}"
             return f"rank {self.ranks[0]} has passed no safe point for {self.seconds:.0f} s {limit}; {where}"
@@ -61,6 +67,8 @@ class _Rank:
     saves: bool = False
     trains: bool = False
     """The ranks are past loading: the time they need from here on counts as pace."""
+    spoke: bool = True
+    """Its program has sent a message itself."""
 
 
 @dataclass
@@ -74,9 +82,9 @@ class HangWatch:
     _longest_s: float = 0.0
     _done_at: float | None = None
 
-    def started(self, rank: int, now: float) -> None:
-        """Records the first message of a rank."""
-        self._ranks[rank] = _Rank(now)
+    def started(self, rank: int, now: float, by_program: bool = True) -> None:
+        """Records the first message of a rank, for its program and by it: loading may take `load_s` from each."""
+        self._ranks[rank] = _Rank(now, spoke=by_program)
 
     def passed(self, rank: int, safe_points: int, now: float) -> None:
         """Records a safe point; several at once count as one. With `safe_points` 0 the loop begins. The number of
@@ -145,6 +153,7 @@ class HangWatch:
             longest_s=self._longest_s,
             safe_points=fewest,
             foremost=max(known.safe_points for known in self._ranks.values()),
+            spoke=any(known.spoke for known in behind.values()),
         )
 
 

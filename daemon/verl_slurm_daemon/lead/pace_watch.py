@@ -63,9 +63,9 @@ class PaceWatch:
         """Takes note of a message from a rank of `node`; returns what is new for the journal."""
         news: list[Notice] = []
         match message:
-            case RankStarted(rank=rank):
+            case RankStarted(rank=rank, by_program=by_program):
                 self._node_of[rank] = node
-                self._hang.started(rank, self.awake_s())
+                self._hang.started(rank, self.awake_s(), by_program)
             case Progress(rank=rank, safe_points=safe_points):
                 self._hang.passed(rank, safe_points, self.awake_s())
                 if self._stragglers is not None:

@@ -284,10 +284,11 @@ class Restarts:
                     hosts=tuple(one.address for one in nodes),
                 )
             )
-        await asyncio.sleep(self._config.daemon.start_timeout_s)  # a due time, not a poll: see StartTimedOut
+        limit_s = self._config.daemon.start_timeout_s
+        await asyncio.sleep(limit_s)  # a due time, not a poll: see StartTimedOut
         if step is self.step:
             # A user's loop does not say when each of its ranks speaks.
-            attempt.post(inputs.StartTimedOut(restart, all_ranks=not self._config.trainer.is_guest))
+            attempt.post(inputs.StartTimedOut(restart, limit_s, all_ranks=not self._config.trainer.is_guest))
 
     async def _on_link(self, link: AgentLink) -> None:
         attempt = self._attempt

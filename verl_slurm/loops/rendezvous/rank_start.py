@@ -16,14 +16,18 @@ import runpy
 import signal
 import sys
 import threading
+from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
 
+from verl_slurm.base.errors import WireError
 from verl_slurm.base.search_path import PYTHONPATH
 from verl_slurm.loops.rendezvous.install import after_import, install_on_import
-from verl_slurm.wire.environment import SEARCH_VARIABLE
+from verl_slurm.wire.client import RankClient
+from verl_slurm.wire.environment import CONTROL_VARIABLE, RUN_VARIABLE, SEARCH_VARIABLE
 from verl_slurm.wire.lifeline import die_with_launcher
+from verl_slurm.wire.messages import RankStarted
 from verl_slurm.wire.standing_by import Orders, WatchedEnvironment, import_all
 
 _OURS = (__file__, str(Path(__file__).with_name("__main__.py")), runpy.__file__, "<frozen runpy>")
@@ -38,6 +42,7 @@ def start() -> None:
     after_import("torch.utils.data._utils.signal_handling", _keep_workers)
     if sys.argv[1] == "--imports":
         _stand_by(Path(sys.argv[2]))
+    _tell_that_it_begins()
     sys.excepthook = _show_the_programs_frames
     if sys.argv[1] == "-m":
         del sys.argv[:2]
@@ -46,6 +51,20 @@ def start() -> None:
     else:
         del sys.argv[0]
         _become(sys.argv[0])
+
+
+def _tell_that_it_begins() -> None:
+    """Tells the daemon that a rank of a guest's lives, before its program does."""
+    environ = os.environ
+    # Our own trainer speaks at once. A service has no run, and a driver on Ray no rank: its node has spoken.
+    if not {CONTROL_VARIABLE, RUN_VARIABLE, "RANK"} <= environ.keys():
+        return
+    # From here on `daemon.load_timeout_s` counts: a program may prepare its data for long before it speaks.
+    # Where no agent answers, the program's own session says so.
+    with suppress(OSError, WireError):
+        line = RankClient.connect(Path(environ[CONTROL_VARIABLE]))
+        line.send(RankStarted(rank=int(environ["RANK"]), pid=os.getpid(), by_program=False))
+        line.close()
 
 
 def _keep_workers(handling: ModuleType) -> None:

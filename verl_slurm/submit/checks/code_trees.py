@@ -4,6 +4,7 @@ If the code of a run that has begun has changed, the user says how it goes on: `
 """
 
 import os
+import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -14,7 +15,8 @@ from typing import Literal
 
 import msgspec
 
-from verl_slurm.base.errors import ConfigError, DataError
+from verl_slurm.base.bounded import SOURCE, read_regular
+from verl_slurm.base.errors import WAYS_IN, ConfigError, DataError
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
@@ -44,6 +46,8 @@ CodeChoice = Literal["run", "new"]
 _NO_DIFF = "the difference from the commit is over 16 MiB, or git cannot make it; it is not recorded"
 TreesRead = dict[tuple[Path, tuple[str, ...]], CodeContent]
 """By root and names of the files."""
+_OURS = re.compile(rb"^[^#\n]*verl_slurm", re.MULTILINE)
+"""Our name, outside of comments: `verl-slurm init` writes it into one."""
 
 
 def plan_code(
@@ -180,8 +184,35 @@ def _present(
         python=installed.python,
         packages=installed.packages,
     )
+    # The code of a run that goes on with it unchanged is known by what it did.
+    if contents and not former and not _may_call_us(config, contents):
+        notes.append(
+            f"no file of the copied code names verl_slurm: unless an installed package of yours calls {WAYS_IN}, "
+            "nothing is saved, and the run fails once the program has ended"
+        )
     _require_words(config, caller, contents)
     return CodePlan(record=record, contents=tuple(contents), notes=tuple(notes))
+
+
+def _may_call_us(config: RunConfig, contents: Sequence[CodeContent]) -> bool:
+    """Returns whether the program, or what is copied with it, names this package."""
+    words = config.trainer.command
+    if config.trainer.backend != "command" or any("verl_slurm" in word for word in words):
+        return True
+    programs = {Path(word).resolve() for word in words[:1]}
+    for content in contents:
+        for name in content.fingerprint.files:
+            path = Path(content.tree.root, name)
+            # A class may be named in settings, as Lightning's and Hydra's are.
+            if not name.endswith((".py", ".yaml", ".yml")) and path not in programs:
+                continue
+            try:
+                if _OURS.search(read_regular(path, SOURCE, follow=True)):
+                    return True
+            # Too large, or gone: it is not known to lack it.
+            except (OSError, ValueError):
+                return True
+    return False
 
 
 def _content(found: Listing) -> CodeContent:
