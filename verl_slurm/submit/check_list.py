@@ -480,12 +480,14 @@ def _resume_point(draft: Draft) -> list[Finding]:
 
 
 def _code(draft: Draft) -> list[Finding]:
-    plan = draft.plan
+    plan, beside = draft.plan, draft.places.beside("trainer.command")
+    by_itself = os.path.realpath(beside) == os.path.realpath(draft.paths.root)
     plan.code = plan_code(
         plan.config,
         draft.directory,
         draft.paths,
         begun=plan.begun,
+        beside=None if by_itself else beside,
         choice=draft.code,
         known=draft.trees,
         ask_python=not draft.not_run,
