@@ -222,6 +222,50 @@ def test_what_a_job_would_find_out_is_found_out_by_a_dry_run(
     assert "builtin:tiny" not in result.error
 
 
+@pytest.mark.parametrize(
+    ("word", "part"),
+    [
+        ("checkpoint.local_dir=/local/$USED", "variables in paths are not expanded: checkpoint.local_dir"),
+        ("tiers=[{name: cold, kind: archive, path: /cold/$USED}]", "not expanded: tiers[0].path"),
+        ("slurm.container={image: x.sif, binds: [/data/$USED]}", "not expanded: slurm.container.binds[0]"),
+        ("env={HF_HOME: $USED/hf}", "env.HF_HOME (found $USED); write it out; or in its place slurm.setup"),
+        ("env={LATE: '/opt:${LATE}'}", "env.LATE (found $LATE)"),
+        ("trainer.command=[train.py, --out, $USED/out]", "trainer.command[2] (found $USED)"),
+        ("trainer.command=[train.py, --out=~/out]", "trainer.command[1] (found ~/)"),
+        (
+            "services={judge: {command: [serve, /tmp/$SLURM_JOB_ID]}}",
+            "services.judge.command[1] (found $SLURM_JOB_ID)",
+        ),
+        ("services={judge: {command: [bash, serve.sh, $USED]}}", "services.judge.command[2] (found $USED)"),
+        ("services={judge: {command: [serve], env: {A: $USED}}}", "services.judge.env.A (found $USED)"),
+        ("hooks.on_end=[/bin/true, $USED]", "hooks.on_end[1] (found $USED)"),
+        ("slurm.extra={comment: $USED}", "slurm.extra.comment (found $USED)"),
+        ("trainer={backend: verl, entry: sft}|verl={data.train_files: $USED/x}", "train_files (found $USED)"),
+    ],
+)
+def test_what_only_a_shell_would_expand_is_refused_where_it_is_not_expanded(
+    workplace: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, word: str, part: str
+) -> None:
+    monkeypatch.setenv("USED", "/there")
+    result = cli("submit", "config.yaml", *word.split("|"), "--cluster", "local", "--dry-run")
+    assert result.code == ExitCode.CONFIG
+    assert any(part in line for line in result.errors), result.error
+
+
+def test_a_dollar_that_is_no_variable_or_that_a_shell_reads_is_taken_though_not_expanded(
+    workplace: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("USED", "/there")
+    service = "services={judge: {command: [/bin/bash, -lc, 'exec serve $USED ~/x']}}"
+    words = (
+        "env={PRICE: 'US$5', END: '^a$'}",
+        "hooks.on_end=[/bin/true, 'it is $unknown', ~user, a~/b]",
+        service,
+    )
+    result = cli("submit", "config.yaml", *words, "--cluster", "local", "--dry-run")
+    assert result.code == 0, result.error
+
+
 def test_another_user_s_run_is_one_line_and_does_not_hide_the_others(
     workplace: Path, cli: Cli, closed_place: Path, ordinary_user: User
 ) -> None:

@@ -1,14 +1,20 @@
 """What the lead finds of the user's code and packages before the ranks start."""
 
+import asyncio
 import sys
 from pathlib import Path
 
 import msgspec
 import pytest
+from verl_slurm_daemon.agent import node_start
+from verl_slurm_daemon.agent.agent_log import AgentLog
+from verl_slurm_daemon.agent.node_start import NodeStart
 from verl_slurm_daemon.lead.attempt_start import check_code
 
+from tests.builders import run_config
 from tests.journals import append_event
 from verl_slurm.base.errors import ConfigError, DataError, PermissionRefused
+from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import CodeConfig, RunConfig
 from verl_slurm.journal import events as ev
@@ -16,6 +22,8 @@ from verl_slurm.program.code_record import CodeRecord, CodeTree, read_record
 from verl_slurm.program.copying import copy_tree, read_tree
 from verl_slurm.program.installed import look
 from verl_slurm.program.programs import Moves
+from verl_slurm.wire.lead_file import LeadAddress
+from verl_slurm.wire.messages import Launch
 
 
 @pytest.fixture
@@ -100,3 +108,39 @@ def test_a_record_that_is_gone_lets_nothing_else_run_where_code_was_copied(
     for read in (Moves.of, lambda run: check_code(run, RunConfig())):
         with pytest.raises(DataError, match=f"submit {paths.root} --code new"):
             read(paths)
+
+
+@pytest.mark.parametrize("copied", [True, False], ids=["in the copy", "where nothing was copied"])
+def test_a_program_works_where_it_was_first_submitted(
+    paths: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copied: bool
+) -> None:
+    first, later = private_dir(tmp_path / "first"), private_dir(tmp_path / "later")
+    (first / "train.py").write_text("")
+    digest = copy_tree(paths, first, read_tree(first, ["train.py"]))
+    trees = [CodeTree(root=str(first), digest=digest, num_files=1, num_bytes=0)] * copied
+    write(paths, CodeRecord(trees=tuple(trees), directory=str(first)))
+    config = run_config(backend="command", command=("train.py",))
+    for folder in (paths.control, paths.logs):
+        private_dir(folder)
+    monkeypatch.chdir(later)
+    monkeypatch.setattr(node_start, "ranks_argv", lambda *_: ["/bin/sh", "-c", "pwd; echo $PWD"])
+    address = LeadAddress(attempt=1, restart=0, host="127.0.0.1", port=1, token="00" * 32)
+    start = NodeStart(paths, config, address, 0, paths.control, AgentLog(tmp_path / "said", "agent"), print)
+
+    async def works_in() -> list[str]:
+        launch = Launch(restart=1, attempt=1, node_rank=0, master_addr="", master_port=0, resume="")
+        await (await start.launch(launch)).wait()
+        return start.log.read_text().split()
+
+    assert asyncio.run(works_in()) == [str(paths.code_tree(digest) if copied else first)] * 2
+
+
+def test_a_working_directory_that_is_not_there_is_told(paths: RunPaths) -> None:
+    write(paths, CodeRecord(directory="/nowhere"))
+    assert check_code(paths, RunConfig()) == [], "the trainer reads nothing by a relative name"
+    [told] = check_code(paths, run_config(backend="command", command=("train.py",)))
+    assert isinstance(told, ev.Warned)
+    assert (
+        told.text
+        == "/nowhere, where the program works, is not here: relative names go by the job's directory"
+    )

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 from verl_slurm_daemon.agent.rank_environment import RANKS, divide, past_proxies, variables_of_ranks
@@ -27,6 +28,7 @@ from verl_slurm.base.errors import NOT_SET_UP
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig, ServiceConfig
+from verl_slurm.program.code_record import CodeRecord
 from verl_slurm.wire.lead_file import LeadAddress, write_lead_address
 from verl_slurm.wire.messages import FromAgent, Launch, ServiceSaid, Shutdown, ToAgent
 
@@ -234,6 +236,14 @@ def test_a_service_is_started_again_at_the_same_address_and_ends_with_its_lead(
     assert story.said[1].detail == "exit code 1: no model here"
     assert len({said.address for said in story.said}) == 1
     assert story.is_gone()
+
+
+def test_a_service_works_where_the_run_was_first_submitted(tmp_path: Path) -> None:
+    story, first = HostStory(tmp_path, restarts=0), private_dir(tmp_path / "first")
+    (tmp_path / "judge.py").write_text("import os, sys; sys.exit(os.getcwd())")
+    story.paths.code_record.write_bytes(msgspec.json.encode(CodeRecord(directory=str(first))))
+    assert story.run(lambda said: said.what == "failed") == 0
+    assert story.said[-1].detail == f"exit code 1: {first}"
 
 
 @pytest.mark.slow

@@ -372,7 +372,7 @@ def test_an_editable_install_is_searched_in_the_copy(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / "run")
     config = config_of(tmp_path, f"trainer: {{backend: command, command: [{repo}/train.py]}}")
     installed = checks.Installed("3", {}, (f"{repo}/src", "/opt/lib"))
-    record = checks._present(config, tmp_path, installed, {}, {}).record
+    record = checks._present(config, [tmp_path], installed, {}, {}).record
     assert record.search == (f"{repo}/src",)
     copy = paths.code_tree(record.trees[0].digest)
     (copy / "src").mkdir(parents=True)
@@ -406,3 +406,68 @@ def test_a_record_that_is_gone_or_damaged_is_made_again_where_the_user_says_so(
             place.plan(code=choice)
     place.submit(code="new")
     assert place.ranks().read_text() == "edited\n"
+
+
+def run_again(place: Place) -> SubmissionPlan:
+    """Submits the run by its directory, as days later."""
+    plan = plan_submission(place.paths.root, [], cluster="local")
+    carry_out(plan, prepare_only=True)
+    return plan
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["not begun", "begun"])
+def test_a_run_that_is_submitted_from_another_directory_works_where_it_did(
+    place: Place, monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
+    monkeypatch.chdir(place.repo / "parts")
+    (place.repo / "loop.py").write_text("import verl_slurm")
+    place.submit()
+    if begun:
+        place.begin()
+    for elsewhere in (place.root, place.repo):
+        monkeypatch.chdir(elsewhere)
+        assert run_again(place).code.notes == ()
+        assert place.record().directory == f"{place.repo}/parts"
+        assert Moves.of(place.paths).working_directory(copied=True) == f"{place.ranks().parent}/parts"
+        assert Moves.of(place.paths).working_directory(copied=False) == f"{place.repo}/parts"
+
+
+def test_a_new_run_from_another_directory_works_beside_its_configuration_where_that_is_copied(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.yaml = place.repo / "my.yaml"
+    place.yaml.write_text("trainer: {backend: command, command: [train.py, --config=a.json, b.json]}")
+    (place.repo / "a.json").write_text("{}")
+    (place.repo / "loop.py").write_text("import verl_slurm")
+    (place.root / "elsewhere").mkdir()
+    monkeypatch.chdir(place.root / "elsewhere")
+    [note] = place.submit().code.notes
+    assert (
+        note
+        == f"the program works in {place.repo}, beside the configuration: {Path.cwd()} is not copied with it"
+    )
+    assert place.record().directory == str(place.repo)
+    (Path.cwd() / "b.json").write_text("{}")
+    # The words were written for this directory, or the command line has them.
+    [note] = place.submit().code.notes
+    assert f"works in {Path.cwd()}; --config=a.json of trainer.command: beside the configuration" in note
+    assert "b.json of trainer.command: there and not beside" in note
+    assert place.submit(f"trainer.command=[{place.repo}/train.py, a.json]").code.notes == ()
+    assert place.record().directory == str(Path.cwd())
+    [note] = place.submit("code.tree=null").code.notes
+    assert f"write absolute paths, or submit in {place.repo}" in note
+
+
+def test_a_working_directory_that_is_gone_from_another_directory_is_said_before_the_queue(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (place.root / "work").mkdir()
+    monkeypatch.chdir(place.root / "work")
+    place.submit()
+    place.begin()
+    monkeypatch.chdir(place.root)
+    (place.root / "work").rmdir()
+    assert any(
+        f"{place.root}/work, where the program works, is not here" in note
+        for note in run_again(place).code.notes
+    )

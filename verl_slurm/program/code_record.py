@@ -61,6 +61,8 @@ class CodeRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     trees: tuple[CodeTree, ...] = ()
     programs: dict[str, str] = {}
     """The programs of the configuration: path there → path relative to RUN/code."""
+    directory: str = ""
+    """Where the program was first submitted to work: absolute, without links. Empty: an older record does not say."""
     search: tuple[str, ...] = ()
     """Directories of these trees in which the ranks' Python looks for modules by itself (an editable install)."""
     python: str = ""

@@ -133,6 +133,27 @@ class Moves:
                     return os.path.normpath(copy) if copy.is_dir() else None
         return None
 
+    def working_directory(self, *, copied: bool) -> str | None:
+        """Returns where the run's programs work in each attempt; `copied`: in the copy, if there is one.
+
+        None: where the job is, since the directory is gone, or an older record does not name it.
+        """
+        place = self._record.directory
+        copy = self.folder(place or os.getcwd()) if copied else None
+        return copy or (place if os.path.isdir(place) else None)
+
+    def lost_directory(self, config: RunConfig) -> str:
+        """Returns what a user has to know of a working directory that is gone; empty: nothing."""
+        # The trainer reads nothing by a relative name, and an image has a directory of its own.
+        if config.slurm.container is not None or not (config.trainer.is_guest or config.services):
+            return ""
+        # Services work in the directory itself.
+        copied = bool(config.trainer.command) and not config.services
+        if not self._record.directory or self.working_directory(copied=copied) is not None:
+            return ""
+        gone = f"{self._record.directory}, where the program works, is not here"
+        return f"{gone}: relative names go by the job's directory"
+
     def as_submitted(self, text: str) -> str:
         """Returns a message with the user's own places for those of their copies: these are the files to correct."""
         for tree in self._record.trees:

@@ -50,7 +50,7 @@ from verl_slurm.submit.checks.resume_point import (
     find_resume,
     source_may_go,
 )
-from verl_slurm.submit.checks.user_programs import check_hooks, check_services
+from verl_slurm.submit.checks.user_programs import check_hooks, check_services, unexpanded_words
 from verl_slurm.submit.checks.verl import check_verl
 from verl_slurm.submit.executor import render_script
 from verl_slurm.submit.relative_paths import Places, value_of, with_values
@@ -135,30 +135,37 @@ def source_note(source: Path) -> str:
 
 
 def unexpanded(config: RunConfig) -> list[tuple[str, ConfigError]]:
-    """Returns the keys whose path has a `$` as the user wrote it, each with its error."""
-    # A variable that no shell expanded would become a directory's name.
+    """Returns the keys with a text that a shell would expand, as the user wrote it, each with its error."""
+    container = config.slurm.container
     paths = {
         "run_dir": config.run_dir,
         "model.path": config.model.path,
         "data.root": config.data.root,
         "data.eval_root": config.data.eval_root,
+        "checkpoint.local_dir": config.checkpoint.local_dir,
         "observability.token_file": config.observability.token_file,
         "observability.targets_dir": config.observability.targets_dir,
+        **{f"tiers[{number}].path": tier.path for number, tier in enumerate(config.tiers)},
     }
-    return [
-        (
-            key,
-            ConfigError(
-                "variables in paths are not expanded",
-                where=key,
-                found=path,
-                expected="a path without `$`",
-                remedy=f'write it out, or let the shell do it: {key}="$VARIABLE/..." behind the configuration',
-            ),
+    if container is not None:
+        paths["slurm.container.workdir"] = container.workdir
+        paths |= {f"slurm.container.binds[{number}]": place for number, place in enumerate(container.binds)}
+    # A variable that no shell expanded would become a directory's name.
+    found = [
+        ConfigError(
+            "variables in paths are not expanded",
+            where=key,
+            found=path,
+            expected="a path without `$`",
+            remedy="write it out"
+            if "[" in key
+            else f'write it out, or let the shell do it: {key}="$VARIABLE/..." behind the configuration',
         )
         for key, path in paths.items()
         if path is not None and "$" in path
     ]
+    found += unexpanded_words(config)
+    return [(str(error.where).partition("[")[0], error) for error in found]
 
 
 def _directory(draft: Draft) -> list[Finding]:
@@ -480,12 +487,14 @@ def _resume_point(draft: Draft) -> list[Finding]:
 
 
 def _code(draft: Draft) -> list[Finding]:
-    plan = draft.plan
+    plan, beside = draft.plan, draft.places.beside("trainer.command")
+    by_itself = os.path.realpath(beside) == os.path.realpath(draft.paths.root)
     plan.code = plan_code(
         plan.config,
         draft.directory,
         draft.paths,
         begun=plan.begun,
+        beside=None if by_itself else beside,
         choice=draft.code,
         known=draft.trees,
         ask_python=not draft.not_run,

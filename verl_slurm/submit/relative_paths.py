@@ -87,6 +87,10 @@ class Places:
         """Returns the absolute path of an input. ConfigError: it means two files, or none can be reached by it."""
         return _input(key, self._base(key, text) / expanded(key, text))
 
+    def beside(self, key: str) -> Path:
+        """Returns the directory by which relative names under this key go."""
+        return self._caller if self.is_given(key) else self._beside
+
     def base_of_reward(self, text: str) -> Path:
         """Returns the directory that a reward's file or model is relative to."""
         spec = parse_reward(text)

@@ -143,7 +143,9 @@ class NodeStart:
         if path := moves.search_path(environ.get(PYTHONPATH, "")):
             environ[PYTHONPATH] = path
         # The program reads its settings by relative names: those that were submitted, not those that lie there now.
-        place = moves.folder(os.getcwd()) if config.trainer.command else None
+        copied, inside = bool(config.trainer.command), config.slurm.container is not None
+        # An image has a directory of its own (`slurm.container.workdir`).
+        place = None if inside else moves.working_directory(copied=copied)
         if place is not None:
             environ["PWD"] = place
         return _Prepared(config, environ, place)

@@ -134,8 +134,16 @@ class ServiceHost:
     """The host of the service `name`, on the `index`-th of its nodes; see the module."""
 
     def __init__(
-        self, paths: RunPaths, config: RunConfig, attempt: int, name: str, index: int, node: str
+        self,
+        paths: RunPaths,
+        config: RunConfig,
+        attempt: int,
+        name: str,
+        index: int,
+        node: str,
+        place: str | None,
     ) -> None:
+        self._place = place  # None: where this process is
         self._paths, self._config, self._attempt = paths, config, attempt
         self._name, self._index, self._node = name, index, node
         self._service = config.services[name]
@@ -301,6 +309,7 @@ class ServiceHost:
             return await asyncio.create_subprocess_exec(
                 *(python, "-P", "-m", "verl_slurm_daemon.agent.ranks", "--service", *argv),
                 env=self._environment(environ, port, token),
+                cwd=self._place,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -328,6 +337,8 @@ class ServiceHost:
             environment.PORT_VARIABLE: str(port),
             environment.INDEX_VARIABLE: str(self._index),
         }
+        if self._place is not None:
+            made["PWD"] = self._place
         return made | place | {environment.SERVICE_TOKEN_VARIABLE: token}
 
     def _cpus(self) -> set[int]:
@@ -349,5 +360,7 @@ def run_service(root: Path, attempt: int, name: str) -> ExitCode:
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     index = int(os.environ.get("SLURM_NODEID") or 0)
     # The submitted program, as the ranks run theirs.
-    config = Moves.of(paths).config(load_own(paths.run_yaml))
-    return asyncio.run(ServiceHost(paths, config, attempt, name, index, node).run())
+    moves = Moves.of(paths)
+    config = moves.config(load_own(paths.run_yaml))
+    place = None if config.slurm.container is not None else moves.working_directory(copied=False)
+    return asyncio.run(ServiceHost(paths, config, attempt, name, index, node, place).run())

@@ -45,6 +45,7 @@ from verl_slurm.journal.history import History
 from verl_slurm.program.code_record import CodeRecord, package_drift, read_record
 from verl_slurm.program.copying import check_copy
 from verl_slurm.program.installed import Installed, look
+from verl_slurm.program.programs import Moves
 from verl_slurm.slurm.rank_setup import python_of
 from verl_slurm.slurm.slurm_environment import SlurmJob
 from verl_slurm_daemon.allocation.contract import Allocation
@@ -345,6 +346,8 @@ def check_code(paths: RunPaths, config: RunConfig) -> list[ev.Event]:
             some = ", ".join(further[:3])
             text = f"{counted(len(further), 'file')} beside the submitted ones that Python may import: {some}"
             told.append(ev.Warned("code", f"{paths.code_tree(tree.digest)} has {text}"))
+    if gone := Moves(paths, record).lost_directory(config):
+        told.append(ev.Warned("code", gone))
     if not record.python:
         return told  # the submission could not ask either: the ranks' Python is in an image
     python = python_of(config.slurm) or sys.executable

@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from verl_slurm.base.bounded import SOURCE, read_regular
-from verl_slurm.base.errors import WAYS_IN, ConfigError, DataError
+from verl_slurm.base.errors import WAYS_IN, ConfigError, DataError, PermissionRefused
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
@@ -37,7 +37,7 @@ from verl_slurm.program.copying import copy_tree, read_tree
 from verl_slurm.program.git import Commit, commit_of, diff_of, work_tree
 from verl_slurm.program.installed import Installed, look
 from verl_slurm.program.listing import Listing, holds_other_things, list_code
-from verl_slurm.program.programs import Program, is_ours, module_of, programs_of
+from verl_slurm.program.programs import Moves, Program, is_ours, module_of, programs_of
 from verl_slurm.slurm.rank_setup import python_of
 from verl_slurm.submit.submission_plan import CodeContent, CodePlan
 from verl_slurm.submit.undoing import names_in, remove_new, replace_content
@@ -56,6 +56,7 @@ def plan_code(
     paths: RunPaths,
     *,
     begun: bool,
+    beside: Path | None = None,
     choice: CodeChoice | None = None,
     known: TreesRead | None = None,
     ask_python: bool = True,
@@ -64,7 +65,9 @@ def plan_code(
 
     Args:
         config: paths absolute.
-        caller: the working directory of the submission, in which the program will run.
+        caller: the working directory of the submission.
+        beside: the directory by which the words of the program's command go; None: the run is submitted by itself, and
+            its program works where it did.
         known: trees that were read before, for other runs of a sweep. This one's are added.
         ask_python: False: `slurm.python` is not run, so its packages and where it finds modules are unknown.
 
@@ -73,11 +76,15 @@ def plan_code(
             `code.on_drift` is `refuse`.
         DataError: the run's record or copy cannot be read.
     """
-    old = None
+    old, directory = None, ""
     if begun or choice == "run":
         # `new` needs no former record: it is the way on where that is gone or damaged.
         with suppress(*[DataError] * (choice == "new")):
             old = read_record(paths)
+        directory = old.directory if old is not None and (choice is None or beside is None) else ""
+    elif beside is None:
+        with suppress(DataError, PermissionRefused):  # it is replaced
+            directory = (read_record(paths) or CodeRecord()).directory
     if old is None and choice == "run":
         raise ConfigError(
             "the run has no code of its own to go on with",
@@ -93,14 +100,17 @@ def plan_code(
         # The choice `new` takes all that is there now.
         trees = old.trees if old is not None and choice is None else ()
         former = {tree.root: files_of(paths, tree.digest) for tree in trees}
-        plan = _present(config, caller, installed, {} if known is None else known, former)
+        places = (Path(directory),) if directory else (caller, beside or caller)
+        plan = _present(config, places, installed, {} if known is None else known, former)
         not_found = module_of(config) and not plan.record.programs and config.slurm.container is None
         if not_found and not ask_python and config.slurm.python is not None:
             found_by = f"only {python_of(config.slurm)} finds it"
             notes = [f"whether {module_of(config)} is copied is not known: {found_by}"]
         plan = msgspec.structs.replace(plan, notes=(*plan.notes, *notes))
         changes = "" if old is None else _changes(paths, old, plan)
-    return plan if old is None else _compared(config, old, plan, changes, choice)
+    plan = plan if old is None else _compared(config, old, plan, changes, choice)
+    gone = Moves(paths, plan.record).lost_directory(config)
+    return msgspec.structs.replace(plan, notes=(*plan.notes, gone)) if gone else plan
 
 
 def _compared(
@@ -147,7 +157,7 @@ def _installed(config: RunConfig, *, ask_python: bool) -> tuple[Installed, list[
 
 def _present(
     config: RunConfig,
-    caller: Path,
+    places: Sequence[Path],
     installed: Installed,
     known: TreesRead,
     former: Mapping[str, Collection[str]],
@@ -166,20 +176,22 @@ def _present(
             known[key] = _content(found)
         contents.append(known[key])
         notes += [*found.notes, *known[key].notes]
+    place, told = _working_directory(config, places, contents)
     trees = [content.tree for content in contents]
     record = CodeRecord(
         submitted_utc=datetime.now(UTC).isoformat(timespec="seconds"),
         trees=tuple(trees),
         programs={
-            str(program.path): f"{tree.digest}/{place.relative_to(tree.root)}"
+            str(program.path): f"{tree.digest}/{path.relative_to(tree.root)}"
             for program in programs
             for tree in trees
-            if (place := program.path.resolve()).is_relative_to(tree.root)
+            if (path := program.path.resolve()).is_relative_to(tree.root)
         },
+        directory=str(place),
         search=tuple(
-            place
-            for place in installed.search
-            if not is_ours(place) and any(Path(place).resolve().is_relative_to(tree.root) for tree in trees)
+            path
+            for path in installed.search
+            if not is_ours(path) and any(Path(path).resolve().is_relative_to(tree.root) for tree in trees)
         ),
         python=installed.python,
         packages=installed.packages,
@@ -190,8 +202,8 @@ def _present(
             f"no file of the copied code names verl_slurm: unless an installed package of yours calls {WAYS_IN}, "
             "nothing is saved, and the run fails once the program has ended"
         )
-    _require_words(config, caller, contents)
-    return CodePlan(record=record, contents=tuple(contents), notes=tuple(notes))
+    _require_words(config, place, contents)
+    return CodePlan(record=record, contents=tuple(contents), notes=(*notes, *told))
 
 
 def _may_call_us(config: RunConfig, contents: Sequence[CodeContent]) -> bool:
@@ -331,24 +343,65 @@ def _left_out(config: RunConfig, programs: Sequence[Program]) -> set[Path]:
     return {place for place in found if not any(p.path.resolve().is_relative_to(place) for p in programs)}
 
 
-def _require_words(config: RunConfig, caller: Path, contents: Sequence[CodeContent]) -> None:
-    """Refuses arguments that name files of the tree that are not copied."""
-    # The program runs in the copy.
-    here = Path(os.path.realpath(caller))
-    content = next((one for one in contents if here.is_relative_to(one.tree.root)), None)
-    if content is None or not config.trainer.command:
+def _working_directory(
+    config: RunConfig, places: Sequence[Path], contents: Sequence[CodeContent]
+) -> tuple[Path, list[str]]:
+    """Returns the first of `places`, or the last, the configuration's directory, if only that is copied; and notes."""
+    here, there = (Path(os.path.realpath(place)) for place in (places[0], places[-1]))
+    # Nobody works in the directory of our examples.
+    if here == there or not config.trainer.command or is_ours(str(there)) or _copied_names(here, contents):
+        return here, []
+    pairs = [(word, text) for word in config.trainer.command[1:] for text in _relative(word)]
+    only_here, only_there = (
+        [word for word, text in pairs if os.path.exists(one / text) and not os.path.exists(other / text)]
+        for one, other in ((here, there), (there, here))
+    )
+    if _copied_names(there, contents) and not only_here:
+        note = f"the program works in {there}, beside the configuration: {here} is not copied with it"
+        return there, [note]
+    said = [
+        *(
+            [f"{', '.join(only_there)} of trainer.command: beside the configuration and not there"]
+            * bool(only_there)
+        ),
+        *(
+            [f"{', '.join(only_here)} of trainer.command: there and not beside the configuration"]
+            * bool(only_here)
+        ),
+    ]
+    remedy = f"write absolute paths, or submit in {there}"
+    return here, [f"the program works in {here}; {'; '.join(said)}; {remedy}"] * bool(said)
+
+
+def _relative(word: str) -> list[str]:
+    """Returns what a word of a command may name relative to the working directory."""
+    texts = dict.fromkeys((word, word.partition("=")[2]))
+    return [text for text in texts if text and not text.startswith(("/", "-"))]
+
+
+def _copied_names(here: Path, contents: Sequence[CodeContent]) -> set[str]:
+    """Returns the files and directories of the tree whose copy has this directory; empty: none has."""
+    for content in contents:
+        if here.is_relative_to(content.tree.root):
+            known = set(content.fingerprint.files)
+            known |= {str(above) for path in known for above in Path(path).parents}
+            # The copy has this directory only if it has a file of it.
+            return known if os.path.relpath(here, content.tree.root) in known else set()
+    return set()
+
+
+def _require_words(config: RunConfig, here: Path, contents: Sequence[CodeContent]) -> None:
+    """Refuses arguments that name files of the tree that are not copied. `here`: where the program works."""
+    # The program runs in the copy, if there is one of this directory.
+    known = _copied_names(here, contents)
+    if not known:
         return
-    root = Path(content.tree.root)
-    known = set(content.fingerprint.files)
-    known |= {str(above) for path in known for above in Path(path).parents}
-    # The copy has this directory only if it has a file of it; else the program runs where the submission was made.
-    if os.path.relpath(here, root) not in known:
-        return
+    root = next(Path(one.tree.root) for one in contents if here.is_relative_to(one.tree.root))
     for word in config.trainer.command[1:]:
-        for text in dict.fromkeys((word, word.partition("=")[2])):
+        for text in _relative(word):
             path = Path(os.path.normpath(here / text))
-            inside = text and not text.startswith(("/", "-")) and path.is_relative_to(root) and path != root
-            if inside and path.exists() and os.path.relpath(path, root) not in known:
+            inside = path.is_relative_to(root) and path != root
+            if inside and os.path.exists(path) and os.path.relpath(path, root) not in known:
                 raise ConfigError(
                     "the program gets the name of a file that is not copied with it",
                     where="trainer.command",

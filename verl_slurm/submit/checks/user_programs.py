@@ -49,10 +49,78 @@ _TAKES_MODULES = re.compile(rf"{_PYTHON}|accelerate|torchrun|deepspeed|uvx?|comp
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)=(.*)", re.ASCII | re.DOTALL)
 _MODULE = re.compile(r"[^\W\d]\w*(?:\.\w+)*")
 _PLAIN = re.compile(r"[A-Za-z_./~-][\w./=@+:~-]*")
+_VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)", re.ASCII)
+_UNBRACED = re.compile(r"\$([A-Za-z_]\w*)", re.ASCII)
+_OF_JOBS = ("SLURM_", "VERL_SLURM_")
 _HEAD_BYTES = 1024
 _FIT = good("program")
 # Errors of reading and parsing a source; `TooMuch` is a ValueError.
 _UNPARSED = (OSError, SyntaxError, ValueError, RecursionError, MemoryError)
+
+
+def unexpanded_words(config: RunConfig) -> list[ConfigError]:
+    """Returns an error for each variable's value and each argument that names a variable, or begins with `~/`."""
+    services = config.services.items()
+    values = {"env": config.env, **{f"services.{name}.env": one.env for name, one in services}}
+    commands = {
+        "trainer.command": config.trainer.command,
+        **{f"services.{name}.command": one.command for name, one in services},
+        **{f"hooks.{hook}": getattr(config.hooks, hook) for hook in HOOKS},
+    }
+    if config.slurm.container is not None:
+        commands["slurm.container.extra_args"] = config.slurm.container.extra_args
+    # Another `$` may be meant, e.g. in a regular expression: only what is a variable here or in jobs is one.
+    known = set(os.environ).union(*values.values())
+
+    def named(text: object, form: re.Pattern[str] = _VARIABLE) -> str:
+        names = form.findall(text) if isinstance(text, str) else []
+        return next((f"${one}" for one in names if one in known or one.startswith(_OF_JOBS)), "")
+
+    found = [
+        (
+            f"{key}.{name}",
+            named(text),
+            f"; or in its place slurm.setup: ['export {name}=...'], which bash expands",
+        )
+        for key, variables in values.items()
+        for name, text in variables.items()
+    ]
+    found += [
+        (f"{key}[{number}]", named(word) or _home(word) * bool(number), "")
+        for key, words in commands.items()
+        for number, word in enumerate(words)
+        if not _of_shell(words[:number])
+    ]
+    options = {
+        "slurm.extra": config.slurm.extra,
+        **{f"services.{name}.slurm": one.slurm for name, one in services},
+    }
+    found += [
+        (f"{key}.{name}", named(text), "") for key, words in options.items() for name, text in words.items()
+    ]
+    # `${...}` is a reference of Hydra's.
+    found += [
+        (f"verl.{name}", named(word, _UNBRACED), "")
+        for name, value in config.verl.items()
+        for word in (value if isinstance(value, list) else [value])
+    ]
+    return [
+        ConfigError(
+            "not expanded, since no shell reads it", where=key, found=name, remedy=f"write it out{remedy}"
+        )
+        for key, name, remedy in found
+        if name
+    ]
+
+
+def _home(word: str) -> str:
+    return "~/" if word.startswith("~/") or word.partition("=")[2].startswith("~/") else ""
+
+
+def _of_shell(before: Sequence[str]) -> bool:
+    """Returns whether the word after these is a text that a shell runs."""
+    shells = [word for word in before if re.fullmatch(_SHELLS, Path(word).name)]
+    return bool(shells and re.fullmatch("-[a-z]*c", before[-1]))
 
 
 def check_program(config: RunConfig) -> list[Finding]:
