@@ -11,7 +11,7 @@ import pytest
 
 from verl_slurm.base import fence
 from verl_slurm.base.errors import CheckpointCorrupt, Fenced
-from verl_slurm.base.fence import read_owner, require_attempt, take_attempt
+from verl_slurm.base.fence import RunOwner, read_copy, read_owner, require_attempt, take_attempt
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 
@@ -31,14 +31,38 @@ def test_a_run_without_an_attempt_lets_nobody_write(tmp_path: Path) -> None:
         require_attempt(RunPaths(tmp_path), 1)
 
 
-@pytest.mark.parametrize("what", ["zeros", "more than a ledger's head holds"])
-def test_an_owner_that_cannot_be_read_is_refused_by_its_file(tmp_path: Path, what: str) -> None:
-    paths = RunPaths(tmp_path)
-    mine = take_attempt(paths, job_id="5", restart=0)
+UNREADABLE = pytest.mark.parametrize("what", ["empty", "zeros", "more than a ledger's head holds"])
+
+
+def _damage_copy(paths: RunPaths, mine: RunOwner, what: str) -> None:
     huge = msgspec.json.encode(msgspec.structs.replace(mine, attempt=1 << 32))
-    (tmp_path / "attempt").write_bytes(b"\0" * 40 if what == "zeros" else huge)
-    with pytest.raises(CheckpointCorrupt, match=str(tmp_path / "attempt")):
+    paths.attempt.write_bytes({"empty": b"", "zeros": b"\0" * 40}.get(what, huge))
+
+
+@UNREADABLE
+def test_a_copy_that_cannot_be_read_is_refused_by_its_file_where_no_claim_decides(
+    tmp_path: Path, what: str
+) -> None:
+    paths = RunPaths(private_dir(tmp_path / "run"))
+    _damage_copy(paths, take_attempt(paths, job_id="5", restart=0), what)
+    for claim in paths.control.iterdir():
+        claim.write_bytes(b"")
+    with pytest.raises(CheckpointCorrupt, match=str(paths.attempt)):
         require_attempt(paths, 1)
+
+
+@UNREADABLE
+def test_beside_a_copy_that_cannot_be_read_the_newest_claim_owns_the_run(tmp_path: Path, what: str) -> None:
+    paths = RunPaths(private_dir(tmp_path / "run"))
+    first = take_attempt(paths, job_id="1", restart=0)
+    second = take_attempt(paths, job_id="2", restart=0)
+    _damage_copy(paths, first, what)
+    assert read_owner(paths) == second
+    require_attempt(paths, 2)
+    with pytest.raises(Fenced):
+        require_attempt(paths, 1)
+    third = take_attempt(paths, job_id="3", restart=0)
+    assert (third.attempt, read_copy(paths)) == (3, third)
 
 
 def _take(root: str, queue: "multiprocessing.Queue[int]") -> None:

@@ -116,3 +116,17 @@ def nothing_left(workplace: Path) -> Iterator[None]:
     before = snapshot(workplace)
     yield
     assert snapshot(workplace) == before
+
+
+def fail_storage(call: str, number: int, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has `os.CALL` fail as the kernel does for paths with `part` in them: by descriptor the error names no path."""
+    real = getattr(os, call)
+
+    def fails(where: Any, *rest: Any, **more: Any) -> Any:
+        path = os.readlink(f"/proc/self/fd/{where}") if isinstance(where, int) else str(where)
+        if part in path and (call != "open" or rest[0] & os.O_RDWR):
+            named = [where] if call in ("open", "listdir") else []
+            raise OSError(number, os.strerror(number), *named)
+        return real(where, *rest, **more)
+
+    monkeypatch.setattr(os, call, fails)

@@ -1,5 +1,6 @@
 """What `requeue` says of a job that cannot be requeued now, and of no job; what it does: test_submit_slurm.py."""
 
+import errno
 import os
 import re
 import socket
@@ -13,6 +14,7 @@ import msgspec
 import pytest
 
 from tests.builders import owner
+from tests.cli.conftest import fail_storage
 from tests.journals import append_event
 from tests.many_runs import Kind, make_run
 from verl_slurm.base.errors import Fenced, SlurmMissing
@@ -335,6 +337,66 @@ def test_cancel_asks_again_while_slurm_is_away(tmp_path: Path, monkeypatch: pyte
     assert cancel_run(run) == "1"
     assert (tmp_path / "asked").read_text() == "1\n"
     assert run.events.read_text().count("cancel_asked") == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "number"), [("write", errno.ENOSPC), ("fsync", errno.EDQUOT), ("open", errno.EROFS)]
+)
+@pytest.mark.parametrize("command", ["cancel", "requeue"])
+def test_a_journal_that_takes_no_line_keeps_no_request_from_the_job(
+    cli: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    call: str,
+    number: int,
+) -> None:
+    run = of_a_run(tmp_path, monkeypatch)
+    fail_storage(call, number, "events.jsonl", monkeypatch)
+    result = cli(command, run.root)
+    assert result.code == 0, result.err
+    asked = (tmp_path / "asked").read_text().rpartition("/")[2].split()
+    assert (asked[0], asked[-1]) == ("scancel", "1")
+    assert f"the {command} of job 1 could not be written down: [Errno {number}]" in result.error
+    assert "chain" not in result.error
+
+
+def test_a_cancel_that_is_not_written_down_names_what_ends_the_chain(
+    cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = of_a_run(tmp_path, monkeypatch)
+    job = (tmp_path / "job.txt").read_text()
+    (tmp_path / "job.txt").write_text(job.replace("JobId=1 ", "JobId=1 ArrayJobId=7 ArrayTaskId=1 "))
+    fail_storage("write", errno.ENOSPC, "events.jsonl", monkeypatch)
+    assert "`scancel 7` ends all of them" in cli("cancel", run.root).error
+
+
+def test_a_program_is_warned_of_a_cancel_that_is_not_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = of_a_run(tmp_path, monkeypatch)
+    fail_storage("write", errno.ENOSPC, "events.jsonl", monkeypatch)
+    with pytest.warns(UserWarning, match="could not be written down"):
+        assert cancel_run(run) == "1"
+
+
+def test_without_slurm_no_requeue_is_signalled_that_is_not_written_down(
+    cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lead would take the signal for a preemption, with 30 s to save."""
+    with subprocess.Popen(
+        [sys.executable, "-c", "input()", "lead", "--run", "run"], cwd=tmp_path, stdin=subprocess.PIPE
+    ) as lead:
+        job_id = f"local-{lead.pid}"
+        run = make_run(tmp_path / "run", "running", cluster="local", job_id=job_id, host=socket.gethostname())
+        claim = owner(job_id=job_id, pid=lead.pid, born=birth_of(lead.pid))
+        write_file(run.attempt, msgspec.json.encode(claim))
+        fail_storage("write", errno.ENOSPC, "events.jsonl", monkeypatch)
+        result = cli("requeue", run.root)
+        assert (result.code, str(run.events) in result.error) == (ExitCode.NO_ROOM, True)
+        assert lead.poll() is None
+        lead.communicate(b"\n")
+    assert lead.returncode == 0
 
 
 @pytest.mark.parametrize("own", ["afterany:18(unfulfilled)", "(null)"])

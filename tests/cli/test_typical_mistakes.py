@@ -1,13 +1,16 @@
 """The table of typical mistakes: each ends with its exit code and one clear line, before anything is queued."""
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cli.conftest import snapshot
+from tests.cli.conftest import fail_storage, snapshot
+from tests.many_runs import make_run
 from verl_slurm.base.exit_codes import ExitCode
 
 Cli = Callable[..., Any]
@@ -284,3 +287,60 @@ def test_links_in_a_circle_are_named(
     (tmp_path / "b").symlink_to("a")
     result = cli(*words)
     assert (result.code, f"lead in a circle: {words[1]}; " in result.error) == (ExitCode.NOT_FOUND, True)
+
+
+@pytest.mark.parametrize(
+    ("command", "call", "part", "number"),
+    [
+        ("status", "pread", "events.jsonl", errno.EIO),
+        ("status", "preadv", "status.json", errno.ENOTCONN),
+        ("list", "listdir", "checkpoints", errno.ESTALE),
+        ("watch", "pread", "events.jsonl", errno.ESTALE),
+        ("cancel", "pread", "events.jsonl", errno.EIO),
+        ("prune", "listdir", "checkpoints", errno.EIO),
+    ],
+)
+def test_storage_that_fails_while_a_run_is_read_is_one_line_with_the_path(
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, command: str, call: str, part: str, number: int
+) -> None:
+    run = make_run(tmp_path / "run", "done")
+    fail_storage(call, number, part, monkeypatch)
+    result = cli(command, run.root)
+    assert result.code == ExitCode.PERMISSION
+    assert f"cannot be read or written: {run.root}/{part} (found {os.strerror(number)}); " in result.error
+
+
+@pytest.mark.parametrize(
+    ("call", "number", "code"),
+    [
+        ("write", errno.ENOSPC, ExitCode.NO_ROOM),
+        ("write", errno.EDQUOT, ExitCode.NO_ROOM),
+        ("fsync", errno.EDQUOT, ExitCode.NO_ROOM),
+        ("fsync", errno.EIO, ExitCode.PERMISSION),
+    ],
+)
+@pytest.mark.parametrize("model", ["model", "builtin:tiny"])
+def test_storage_that_takes_no_run_is_one_line_with_the_path(
+    workplace: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, call: str, number: int, code: int, model: str
+) -> None:
+    fail_storage(call, number, f"{workplace}/runs", monkeypatch)
+    result = cli("submit", "config.yaml", f"model.path={model}", "--cluster", "local")
+    assert result.code == code, result.err
+    assert f": {workplace}/runs" in result.error
+    assert os.strerror(number) in result.error
+
+
+def test_an_error_of_storage_that_names_no_path_is_one_line_and_another_keeps_its_traceback(
+    workplace: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "statvfs", fails)
+    words = ("submit", "config.yaml", "--cluster", "local")
+    number = errno.EREMOTEIO
+    result = cli(*words)
+    assert (result.code, os.strerror(number) in result.error) == (ExitCode.PERMISSION, True)
+    number = errno.EINVAL
+    with pytest.raises(OSError, match=os.strerror(number)):
+        cli(*words)

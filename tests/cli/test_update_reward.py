@@ -1,5 +1,6 @@
 """`verl-slurm update-reward`, and what status says of the reward in force."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import msgspec
 import pytest
 
 from tests.builders import reward_switch
-from tests.cli.conftest import Cli
+from tests.cli.conftest import Cli, fail_storage
 from tests.cli.test_checkpoints import save
 from tests.cli.test_submit_local import wait_for_event
 from tests.journals import append_event, read_events
@@ -52,6 +53,16 @@ def test_a_wish_is_kept_with_absolute_paths_and_counts_from_the_next_start(
     assert (request.number, request.reward, request.warm_start_steps) == (1, reward, 3)
     assert read_events(RunPaths(run))[-1]["event"] == "reward_asked"
     assert f"{reward} is asked for" in cli("status", run).out
+
+
+def test_a_wish_that_the_journal_does_not_take_is_kept_and_the_job_is_asked(
+    run: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_storage("write", errno.ENOSPC, "events.jsonl", monkeypatch)
+    result = cli("update-reward", "--checkpoint", run, "--new-model", "rule:arithmetic")
+    assert result.code == 0, result.err
+    assert "rule:arithmetic is asked for, and the journal could not be told: [Errno 28]" in result.error
+    assert read_reward_request(RunPaths(run)) is not None
 
 
 def test_a_directory_is_a_classifier(workplace: Path, run: Path, cli: Cli) -> None:

@@ -1,6 +1,7 @@
 """A run has one job: however many submit it, on whichever cluster, and whatever sbatch answers."""
 
 import asyncio
+import errno
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.cli.conftest import fail_storage
 from tests.harness import ROOT
 from tests.lanes import with_variants
 from verl_slurm.base.errors import Fenced, NotFound, SlurmMissing, SlurmRefused, VerlSlurmError
@@ -267,6 +269,17 @@ def test_the_number_of_a_job_of_ours_that_is_another_job_by_now_blocks_nothing(s
     slurm.set_job((GOLDEN / "running.txt").read_text().replace("JobId=1 ", "JobId=3 "))
     assert job_state(slurm.run, last_job(slurm.run)).state == "GONE"
     assert carry_out(slurm.plan()).job_id == "7"
+
+
+def test_a_job_that_is_queued_is_named_where_the_journal_takes_no_line(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, said = slurm.plan(), list[str]()
+    fail_storage("write", errno.ENOSPC, "events.jsonl", monkeypatch)
+    with telling(said.append), pytest.raises(OSError, match=r"No space.*events\.jsonl"):
+        carry_out(plan)
+    ends = f"`verl-slurm status {slurm.run.root}` tells, `verl-slurm cancel {slurm.run.root}` ends it"
+    assert said == [f"job 7 is queued, and the journal does not name it: {ends}"]
 
 
 def test_a_slurm_that_does_not_answer_is_no_leave_to_queue(slurm: Slurm) -> None:

@@ -74,11 +74,16 @@ class TooMuch(VerlSlurmError, ValueError):
 
 @contextmanager
 def named(path: Path | str) -> Iterator[None]:
-    """Has each `TooMuch` from within name this path."""
+    """Has each `TooMuch` from within name this path, and each error of the system that names none."""
     try:
         yield
     except TooMuch as error:
         error.where, error.remedy = path, f"see what lies there: ls -ld {shell_word(path)}"
+        raise
+    except OSError as error:
+        # Of a call by descriptor it is None, or the descriptor.
+        if error.errno is not None and not isinstance(error.filename, str | bytes):
+            error.filename = str(path)
         raise
 
 

@@ -52,10 +52,16 @@ class RunOwner(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_owner(paths: RunPaths) -> RunOwner | None:
-    """Returns the present owner, or None if the run never started. CheckpointCorrupt: the record cannot be read."""
+    """Returns the present owner, or None if the run never started. CheckpointCorrupt: neither the copy nor a claim can
+    be read.
+    """
     # The copy is a place to start from and no more: a winner that slept may have written an older number over a newer
     # one. The claims above it decide.
-    owner = read_copy(paths)
+    owner, unreadable = None, None
+    try:
+        owner = read_copy(paths)
+    except CheckpointCorrupt as error:  # as if it were missing: the next winner writes it again
+        unreadable = error
     with suppress(FileNotFoundError):
         # A purge takes files by age: without the copy older claims may be gone, too.
         for claim in sorted(paths.control.glob("attempt_*.claim")) if owner is None else ():
@@ -66,6 +72,8 @@ def read_owner(paths: RunPaths) -> RunOwner | None:
         while True:  # once, nearly always: the copy is written right after the claim
             owner = _read_claim(paths, number) or owner
             number += 1
+    if owner is None and unreadable is not None:
+        raise unreadable
     return owner
 
 
@@ -186,8 +194,9 @@ def read_copy(paths: RunPaths) -> RunOwner | None:
             "the number of the run's attempt cannot be read",
             where=paths.attempt,
             found=error,
-            remedy=f"make sure that no job of the run lives, then `rm {shell_word(paths.attempt)}`: the claims in "
-            f"{paths.control.name}/ tell the number",
+            expected=f"the number, or a claim in {paths.control.name}/ that tells it",
+            remedy=f"make sure that no job of the run lives, then `rm {shell_word(paths.attempt)}`: the next start "
+            "takes a number above all that the run's files bear",
         ) from error
 
 

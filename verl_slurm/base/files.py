@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from verl_slurm.base.bounded import TooMuch, open_regular
+from verl_slurm.base.bounded import TooMuch, named, open_regular
 from verl_slurm.base.errors import PermissionRefused
 from verl_slurm.base.one_line import shell_word
 
@@ -63,7 +63,8 @@ def private_dir(path: Path, inside: Path | None = None) -> Path:
             )
         if stat.S_IMODE(info.st_mode) & 0o077 and stat.S_IMODE(info.st_mode) != _SHARED:
             # Ours and too open: tightened. Somebody else's is refused above, because its owner can open it again.
-            os.fchmod(fd, 0o700)
+            with named(path):
+                os.fchmod(fd, 0o700)
     finally:
         os.close(fd)
     for folder in made:
@@ -275,7 +276,8 @@ def fsync_path(path: Path) -> None:
     """Makes the present content of a file or directory durable."""
     fd = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(fd)
+        with named(path):
+            os.fsync(fd)
     finally:
         os.close(fd)
 
@@ -332,18 +334,19 @@ def write_new(
     """
     fd = open_new(path)
     try:
-        try:
-            if shared_as is not None:
-                _share(fd, shared_as)
-            for block in blocks:
-                view = memoryview(block)
-                while view:
-                    # A write may be short (a signal, a quota, a nearly full disk) and still be no error.
-                    view = view[os.write(fd, view) :]
-            if durable:
-                os.fsync(fd)
-        finally:
-            os.close(fd)  # NFS may report a failed write here
+        with named(shared_as or path):
+            try:
+                if shared_as is not None:
+                    _share(fd, shared_as)
+                for block in blocks:
+                    view = memoryview(block)
+                    while view:
+                        # A write may be short (a signal, a quota, a nearly full disk) and still be no error.
+                        view = view[os.write(fd, view) :]
+                if durable:
+                    os.fsync(fd)
+            finally:
+                os.close(fd)  # NFS may report a failed write here
     except BaseException:
         # Half a file must not keep its name: a retry would find it taken.
         path.unlink(missing_ok=True)
@@ -391,18 +394,19 @@ def append_line(path: Path, line: bytes, *, durable: bool = True) -> None:
     # O_RDWR, not O_WRONLY: the last byte is read below.
     fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        size = os.fstat(fd).st_size
-        if size == 0:
-            _share(fd, path)
-        # A power cut may have left half a line: a newline goes first, so that only that half is lost.
-        torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
-        data = (b"\n" if torn else b"") + line + b"\n"
-        # No second write for the rest: between the two, another writer's line could get in. The half that is there is
-        # closed by the next line's newline.
-        if os.write(fd, data) != len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        if durable:
-            os.fsync(fd)
+        with named(path):
+            size = os.fstat(fd).st_size
+            if size == 0:
+                _share(fd, path)
+            # A power cut may have left half a line: a newline goes first, so that only that half is lost.
+            torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
+            data = (b"\n" if torn else b"") + line + b"\n"
+            # No second write for the rest: between the two, another writer's line could get in. The half that is
+            # there is closed by the next line's newline.
+            if os.write(fd, data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if durable:
+                os.fsync(fd)
     finally:
         os.close(fd)
 

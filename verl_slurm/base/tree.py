@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from verl_slurm.base.bounded import TooMuch
+from verl_slurm.base.bounded import TooMuch, named
 from verl_slurm.base.files import no_directory
 
 DEEPEST = 100
@@ -107,7 +107,7 @@ def open_own(run: Path, folder: Path) -> Iterator[int]:
 def names_in(run: Path, folder: Path) -> list[str]:
     """Lists the names in a directory of a run; none if it is missing. Raises as `open_own`."""
     try:
-        with open_own(run, folder) as fd:
+        with named(folder), open_own(run, folder) as fd:
             return os.listdir(fd)
     except FileNotFoundError:
         return []

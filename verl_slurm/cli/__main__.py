@@ -30,7 +30,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from verl_slurm.base.errors import ConfigError, NotFound, OutputRefused, PermissionRefused, VerlSlurmError
+from verl_slurm.base.errors import (
+    ConfigError,
+    NoRoom,
+    NotFound,
+    OutputRefused,
+    PermissionRefused,
+    VerlSlurmError,
+    is_transient_storage_error,
+)
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.packages import PackageMissing
 
@@ -143,17 +151,11 @@ def _run(words: list[str]) -> int:
         gone = NotFound("the directory that you are in is gone", remedy="cd to one that is there")
         return _report(gone, words)
     except OSError as error:
-        # An error of the system that names no file may be a bug of ours.
-        if not isinstance(error.filename, str | bytes) and not isinstance(error, PermissionError):
+        is_named = isinstance(error.filename, str | bytes)
+        # An error of the system that names no file and none of storage may be a bug of ours.
+        if not is_named and not isinstance(error, PermissionError) and not is_transient_storage_error(error):
             raise
-        denied = isinstance(error, PermissionError)
-        refused = PermissionRefused(
-            "permission denied" if denied else "cannot be read or written",
-            where=error.filename,
-            found=None if denied else error.strerror,
-            remedy="check the owner and the mode of that path" if denied else "see what lies there",
-        )
-        return _report(refused, words)
+        return _report(_refused(error, is_named), words)
     except UnicodeEncodeError as error:
         # With UTF-8 it is a bug of ours.
         if sys.getfilesystemencoding() == "utf-8":
@@ -170,6 +172,22 @@ def _run(words: list[str]) -> int:
         if missing is None:
             raise
         return _report(missing, words)
+
+
+def _refused(error: OSError, is_named: bool) -> VerlSlurmError:
+    if isinstance(error, PermissionError):
+        remedy = "check the owner and the mode of that path"
+        return PermissionRefused("permission denied", where=error.filename, remedy=remedy)
+    kind: type[VerlSlurmError] = PermissionRefused
+    remedy = "see what lies there"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        kind, remedy = NoRoom, "make room: `df -h` shows the file systems, `quota -s` your own share"
+    elif is_transient_storage_error(error):
+        remedy = "try again; if it stays so, `verl-slurm doctor` says what fails"
+    what = "cannot be read or written" if is_named else "the storage or this machine fails"
+    return kind(
+        what, where=(error.filename or None) if is_named else None, found=error.strerror, remedy=remedy
+    )
 
 
 def _report(error: VerlSlurmError, words: list[str]) -> int:

@@ -116,9 +116,10 @@ def read_last_events(
         return [], True
     try:
         num_bytes = min(num_bytes, JOURNAL.num_bytes)
-        begin = max(os.fstat(fd).st_size - num_bytes, 0)
-        # One read of what was there: the lead may append meanwhile.
-        data = os.pread(fd, num_bytes, begin)
+        with named(paths.events):
+            begin = max(os.fstat(fd).st_size - num_bytes, 0)
+            # One read of what was there: the lead may append meanwhile.
+            data = os.pread(fd, num_bytes, begin)
     finally:
         os.close(fd)
     if begin and len(data) == JOURNAL.num_bytes and b"\n" not in data:
@@ -140,9 +141,10 @@ def read_events_after(paths: RunPaths, offset: int, *, newest: bool = True) -> t
     # A part of which no event has to be left out: the shortest ones have 60 bytes.
     fd, num_bytes = open_regular(paths.events), _NEWS_BYTES if newest else _NEWS_BYTES // 4
     try:
-        # The newest: who follows many runs must not be held up by one.
-        begin = max(os.fstat(fd).st_size - num_bytes, offset) if newest else offset
-        data = os.pread(fd, num_bytes, begin)
+        with named(paths.events):
+            # The newest: who follows many runs must not be held up by one.
+            begin = max(os.fstat(fd).st_size - num_bytes, offset) if newest else offset
+            data = os.pread(fd, num_bytes, begin)
     finally:
         os.close(fd)
     end = data.rfind(b"\n")

@@ -12,7 +12,7 @@ from verl_slurm.base.errors import NotFound, SlurmMissing, SlurmRefused
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import load_resolved
-from verl_slurm.journal.events import CancelAsked, Ended, RequeueAsked
+from verl_slurm.journal.events import CancelAsked, Ended, Event, RequeueAsked
 from verl_slurm.journal.files import append_event, read_history
 from verl_slurm.journal.history import Submission
 from verl_slurm.runs.glance import glance
@@ -78,18 +78,38 @@ def _cancel(run: RunPaths) -> str:
     except NotFound as error:
         return _cancel_unknown(run, error)
     # Before the signal: the next task of a chain starts by itself, and looks for this line.
-    if not read_history(run).is_cancelled:
-        append_event(run, CancelAsked())
+    unsaid, chain = None if read_history(run).is_cancelled else unwritten(run, CancelAsked()), ""
     if job.cluster == "slurm":
-        asyncio.run(_end(run, int(job.job_id)))
+        chain = asyncio.run(_end(run, int(job.job_id)))
     else:
         # The lead takes it for a cancel, as it takes what scancel sends.
         _signal_local(run, signal.SIGTERM)
+    _say_unwritten(unsaid, job.job_id, chain)
     return job.job_id
 
 
-async def _end(run: RunPaths, number: int) -> None:
-    """Ends a job for good. Runs beside it that wait for its end (`--at-once`) wait for what it waits for, instead."""
+def unwritten(run: RunPaths, event: Event) -> OSError | None:
+    """Writes down what a person asks for; returns the error if that fails, as where no room is left.
+
+    For requests that reach the job all the same: Slurm and the lead need no storage for them.
+    """
+    try:
+        append_event(run, event)
+    except OSError as error:
+        return error
+    return None
+
+
+def _say_unwritten(error: OSError | None, job_id: str, chain: str) -> None:
+    if error is not None:
+        ends = f"; the chain's next task would go on with the run, and `scancel {chain}` ends all of them"
+        tell_user(f"the cancel of job {job_id} could not be written down: {error}{ends * bool(chain)}")
+
+
+async def _end(run: RunPaths, number: int) -> str:
+    """Ends a job for good; returns the array that it is a task of. Runs beside it that wait for its end (`--at-once`)
+    wait for what it waits for, instead.
+    """
     client = SlurmClient()
     job = await client.job(number)
     if job.is_waiting and job.dependency:
@@ -108,6 +128,7 @@ async def _end(run: RunPaths, number: int) -> None:
                     f"{error.one_line()}; while it waits: scontrol update JobId={other} Dependency={instead}"
                 )
     await client.cancel(number)
+    return (job.array_task or "").partition("_")[0]
 
 
 def depends_instead(dependency: str, number: int, its: str) -> str:
@@ -125,14 +146,14 @@ def _cancel_unknown(run: RunPaths, error: NotFound) -> str:
     if job is not None and job.cluster != "slurm":
         raise error
     if unknown := unknown_jobs(run, history) if shutil.which("squeue") else []:
-        append_event(run, CancelAsked())
+        unsaid = unwritten(run, CancelAsked())
         for number in unknown:
-            asyncio.run(_end(run, int(number)))
+            _say_unwritten(unsaid, number, asyncio.run(_end(run, int(number))))
         return ", ".join(unknown)
     # By nothing else can another cluster tell that a job is over which ended without a word.
     silent = job is not None and not history.has_ended(job.job_id) and not history.is_cancelled
-    if silent and job_state(run, last_job(run)).over:
-        append_event(run, CancelAsked())
+    if silent and job_state(run, last := last_job(run)).over:
+        _say_unwritten(unwritten(run, CancelAsked()), last.job_id, "")
     raise error
 
 
@@ -148,10 +169,14 @@ def requeue_run(run: RunPaths, *, at_once: bool = False) -> tuple[str, str]:
     job = last_job(run)
     # `scontrol requeue` starts a job that is over again, one that its user has cancelled as well.
     state = _require_living(run, "scontrol requeue {}" if at_once else "scancel --batch --signal=USR2 {}")
-    append_event(run, RequeueAsked())
     if job.cluster == "slurm":
-        number = int(job.job_id)
-        return job.job_id, _requeue_now(run, number) if at_once else _wish_for_requeue(run, number, state)
+        number, unsaid = int(job.job_id), unwritten(run, RequeueAsked())
+        detail = _requeue_now(run, number) if at_once else _wish_for_requeue(run, number, state)
+        if unsaid is not None:
+            tell_user(f"the requeue of job {job.job_id} could not be written down: {unsaid}")
+        return job.job_id, detail
+    # By this line a lead without Slurm tells it from a preemption, which leaves 30 s to save: no line, no signal.
+    append_event(run, RequeueAsked())
     _signal_local(run, signal.SIGUSR2)
     return job.job_id, "it saves and starts again in place"
 

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -45,9 +46,11 @@ def telling(tell: Callable[[str], None]) -> Iterator[None]:
 
 
 def tell_user(text: str) -> None:
-    """Hands a line to whoever is told of waiting."""
+    """Hands a line to whoever is told of waiting; where nobody is, as in a program of the user's, it is a warning."""
     if (tell := _TELL.get()) is not None:
         tell(text)
+    else:
+        warnings.warn(text, stacklevel=2)
 
 
 @contextmanager

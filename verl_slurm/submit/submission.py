@@ -176,8 +176,7 @@ def carry_out(
                 # Names no node: the user's record says how long. A requeue looks there again, and takes it back.
                 detail = f"the job avoids {', '.join(plan.avoids)}"
                 events.append(ev.Avoid([], detail, told=list(plan.avoids), job_id=job_id))
-        for event in events:
-            append_event(paths, event)
+        _write_down(paths, events, job_id)
     return SubmissionResult(
         run_dir=str(paths.root),
         cluster=plan.cluster,
@@ -189,8 +188,21 @@ def carry_out(
 
 
 def _interrupted(run: Path) -> str:
-    ways = f"`verl-slurm status {shell_word(run)}` tells, `verl-slurm cancel {shell_word(run)}` ends it"
-    return f"interrupted while the job was submitted: it may be queued; {ways}"
+    return f"interrupted while the job was submitted: it may be queued; {_ways(run)}"
+
+
+def _ways(run: Path) -> str:
+    return f"`verl-slurm status {shell_word(run)}` tells, `verl-slurm cancel {shell_word(run)}` ends it"
+
+
+def _write_down(paths: RunPaths, events: Sequence[ev.Event], job_id: str | None) -> None:
+    try:
+        for event in events:
+            append_event(paths, event)
+    except OSError:
+        if job_id is not None:
+            tell_user(f"job {job_id} is queued, and the journal does not name it: {_ways(paths.root)}")
+        raise
 
 
 def _require_as_planned(plan: SubmissionPlan, paths: RunPaths, *, ask_for_unknown: bool) -> None:

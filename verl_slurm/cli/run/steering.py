@@ -12,8 +12,7 @@ from verl_slurm.cli.command_options import DAMAGED_RUN, PLACE, RUN, Whole, comma
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load_resolved
 from verl_slurm.journal.events import RewardAsked
-from verl_slurm.journal.files import append_event
-from verl_slurm.runs.requests import ask_for_save, cancel_run, requeue_run
+from verl_slurm.runs.requests import ask_for_save, cancel_run, requeue_run, unwritten
 from verl_slurm.slurm.runner import telling
 from verl_slurm.submit.checks.model_and_reward import check_reward, refuse_guests
 from verl_slurm.submit.relative_paths import absolute_reward
@@ -97,7 +96,8 @@ def update_reward(place: Path, new: str, warm_start_steps: int, as_json: bool) -
         render.warning(note)
     # Written down before the job is told: a signal that gets lost then costs time and not the wish.
     request = ask_for_reward(run, reward, warm_start_steps)
-    append_event(run, RewardAsked(reward, request.number, warm_start_steps))
+    if (error := unwritten(run, RewardAsked(reward, request.number, warm_start_steps))) is not None:
+        render.warning(f"{reward} is asked for, and the journal could not be told: {error}")
     problem = None
     try:
         # By the signal with which an operator asks for a save.

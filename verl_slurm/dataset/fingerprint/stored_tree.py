@@ -77,7 +77,9 @@ def _copy(source: Path, staging: Path, name: str, file: FileDigest, *, links: bo
     path, target, digest = source / name, staging / name, hashlib.sha256()
 
     def blocks() -> Iterator[bytes]:
-        with os.fdopen(bounded.open_regular(path, follow=not links), "rb", buffering=0) as opened:
+        fd = bounded.open_regular(path, follow=not links)
+        # Here: an error of reading would else bear the name of what is written.
+        with bounded.named(path), os.fdopen(fd, "rb", buffering=0) as opened:
             while block := opened.read(_BLOCK):
                 digest.update(block)
                 yield block
