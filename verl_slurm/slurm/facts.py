@@ -78,6 +78,10 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     work_dir: str | None = None
     excluded: str | None = None
     """Nodes that it avoids, in Slurm's bracket form."""
+    required: str | None = None
+    """Nodes that it asks for by name, in Slurm's bracket form."""
+    reservation: str | None = None
+    """The reservation that it asks for, or several, `a,b`, of which Slurm takes one."""
     dependency: str | None = None
     """What it still waits for: `afterany:18(unfulfilled),singleton(unfulfilled)`."""
     array_task: str | None = None

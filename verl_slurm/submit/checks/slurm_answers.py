@@ -306,25 +306,37 @@ def nodes_to_avoid(config: RunConfig, says: SlurmSays) -> tuple[tuple[str, ...],
     notes = [warn(f"a record of a bad node is passed over: {problem}") for problem in bad.problems]
     if not bad.nodes:
         return (), notes
-    own = str(config.slurm.extra.get("exclude") or "")
-    if own and NODE_LIST.fullmatch(own) is None:  # a file, or sbatch's own short forms
-        why = f"slurm.extra.exclude is {own}, which is no list of nodes"
-        return (), [*notes, warn(f"no bad node is excluded: {why}")]
+    extra = config.slurm.extra
+    lists = {name: str(extra.get(name) or "") for name in ("exclude", "nodelist", "nodefile")}
+    for name, given in lists.items():
+        # A file, or sbatch's own short forms.
+        if given and (name == "nodefile" or NODE_LIST.fullmatch(given) is None):
+            why = f"slurm.extra.{name} is {given}, which is no list of nodes"
+            return (), [*notes, warn(f"no bad node is excluded: {why}")]
+    variable = obeyed_variables(os.environ, config).get("reservation", "")
+    reservation = str(extra.get("reservation") or os.environ.get(variable, ""))
 
-    async def ask() -> tuple[str, ...]:
+    async def ask() -> tuple[tuple[str, ...], list[str]]:
         client = SlurmClient()
-        usable = await client.usable_nodes(",".join(facts.name for facts in says.partitions))
-        excluded = await client.expand(own) if own else ()
-        return sparable(bad.names, usable, excluded, config.distributed.nodes)
+        partitions = ",".join(facts.name for facts in says.partitions)
+        usable = await client.usable_nodes(partitions, reservation)
+        excluded, asked = [
+            await client.expand(lists[name]) if lists[name] else [] for name in ("exclude", "nodelist")
+        ]
+        return sparable(bad.names, usable, excluded, config.distributed.nodes, asked), asked
 
     try:
-        spared = asyncio.run(ask())
+        spared, asked = asyncio.run(ask())
     # Without Slurm's word on the other nodes none is excluded.
     except (SlurmMissing, NotFound) as error:
         return (), [*notes, warn(f"no bad node is excluded: {error.one_line()}")]
     notes += [warn(f"the job avoids {node.told}") for node in bad.nodes if node.node in spared]
-    few = "the partition has too few other nodes like it"
-    notes += [warn(f"the job may get {node.told}: {few}") for node in bad.nodes if node.node not in spared]
+    few = f"the {'reservation' if reservation else 'partition'} has too few other nodes like it"
+    notes += [
+        warn(f"the job may get {node.told}: {'it asks for this node' if node.node in asked else few}")
+        for node in bad.nodes
+        if node.node not in spared
+    ]
     return spared, notes
 
 
