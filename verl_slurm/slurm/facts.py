@@ -173,3 +173,8 @@ class PartitionFacts(msgspec.Struct, frozen=True, kw_only=True):
     grace_s: int
     preempt_mode: str
     is_default: bool
+
+    @property
+    def takes_jobs(self) -> bool:
+        """Returns whether Slurm queues jobs for it; in one that is DOWN none starts until it is UP."""
+        return self.state in {"UP", "DOWN"}
