@@ -51,27 +51,38 @@ NODES = "\n".join(
 
 
 @pytest.mark.parametrize(
-    ("wanted", "present", "told"),
+    ("wanted", "present", "told", "asks", "why"),
     [
-        (1, [], ["n1"]),
-        (2, [], None),  # n5 and n6 have no GPUs, n3 and n4 are not up
-        (1, ["n2"], None),
-        (1, ["n5"], ["n5", "n1"]),  # an operator's stays
-        (1, ["n7", "n2"], ["n1"]),  # both ours
+        (1, [], ["n1"], {}, ""),
+        (2, [], None, {}, "partition gpu has too few"),  # n5 and n6 have no GPUs, n3 and n4 are not up
+        (1, ["n2"], None, {}, "partition gpu has too few"),
+        (1, ["n5"], ["n5", "n1"], {}, ""),  # an operator's stays
+        (1, ["n7", "n2"], ["n1"], {}, ""),  # both ours
+        (1, [], None, {"required": "n1"}, "the job asks for n1"),
+        (1, ["n7", "n1"], [""], {"required": "n1"}, "the job asks for n1"),  # both ours: taken back
+        (1, [], None, {"reservation": "R"}, "reservation R has too few"),
     ],
 )
 def test_a_node_is_avoided_only_where_enough_like_it_are_up_and_an_operators_exclusion_stays(
-    wanted: int, present: list[str], told: list[str] | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    wanted: int,
+    present: list[str],
+    told: list[str] | None,
+    asks: dict[str, str],
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     excluded: list[str] = []
 
     class Client:
         async def job(self, job_id: int) -> SimpleNamespace:
-            return SimpleNamespace(excluded=",".join(present) or None, partition="gpu")
+            shown = {"excluded": ",".join(present) or None, "required": None, "reservation": None}
+            return SimpleNamespace(**shown | asks, partition="gpu")
 
-        async def usable_nodes(self, partition: str) -> dict[str, str]:
+        async def usable_nodes(self, partition: str, reservation: str | None = None) -> dict[str, str]:
             assert partition == "gpu"
-            return parse_usable_nodes(NODES)
+            usable = parse_usable_nodes(NODES)
+            return {"n1": usable["n1"]} if reservation else usable
 
         async def expand(self, nodes: str) -> list[str]:
             return nodes.split(",")
@@ -84,8 +95,8 @@ def test_a_node_is_avoided_only_where_enough_like_it_are_up_and_an_operators_exc
     job = SlurmJob.from_environ(environment | {"SLURMD_NODENAME": "n1"})
     assert job is not None
     monkeypatch.setattr(module, "SlurmClient", Client)
-    before = ["n7", "n2"] if len(present) == 2 else []
+    before = present if len(present) == 2 else []
     avoided = asyncio.run(SlurmAllocation(job, config, RunPaths(tmp_path)).avoid(["n1"], before))
     assert excluded == ([",".join(told)] if told else [])
-    assert avoided.told == (("n1",) if told else ())
-    assert avoided.said.startswith("the next start avoids " if told else "nothing is avoided")
+    assert avoided.told == (() if why else ("n1",))
+    assert avoided.said.startswith(f"nothing is avoided: {why}" if why else "the next start avoids ")

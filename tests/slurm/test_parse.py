@@ -97,6 +97,21 @@ def test_durations(text: str, seconds: int | None) -> None:
     assert parse.parse_seconds(text) == seconds
 
 
+def test_the_nodes_that_a_job_asks_for() -> None:
+    job = parse.parse_job(RUNNING, 1)
+    assert (job.required, job.reservation) == (None, None)
+    asks = RUNNING.replace("ReqNodeList=(null)", "ReqNodeList=n[1-2]").rstrip() + "\n   Reservation=R\n"
+    job = parse.parse_job(asks, 1)
+    assert (job.required, job.reservation) == ("n[1-2]", "R")
+    text = "ReservationName=R StartTime=1 EndTime=2\n   Nodes=n[1-2] NodeCnt=2 CoreCnt=4 Features=(null)\n"
+    assert parse.parse_reservation(text, "R") == "n[1-2]"
+    assert parse.parse_reservation(text.replace("n[1-2]", "(null)"), "R") is None
+    with pytest.raises(NotFound):
+        parse.parse_reservation(text, "S")
+    nodes = "n1|resv|a100\nn2|mix|a100\nn3|drain|a100"
+    assert list(parse.parse_usable_nodes(nodes, parse.USABLE_RESERVED)) == ["n1", "n2"]
+
+
 def test_a_node_and_a_partition() -> None:
     text = (
         "NodeName=node1 Arch=x86_64 CoresPerSocket=1 \n   CPUAlloc=2 CPUEfctv=2 CPUTot=2 CPULoad=0.37\n"

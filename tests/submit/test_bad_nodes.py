@@ -34,9 +34,9 @@ SAYS = SlurmSays(
 class Client:
     """Slurm's answers about three nodes that are alike."""
 
-    async def usable_nodes(self, partition: str) -> dict[str, str]:
+    async def usable_nodes(self, partition: str, reservation: str = "") -> dict[str, str]:
         assert partition == "gpu"
-        return dict.fromkeys(("n1", "n2", "n3"), "a100")
+        return dict.fromkeys(("n1", "n2") if reservation == "R" else ("n1", "n2", "n3"), "a100")
 
     async def expand(self, nodes: str) -> list[str]:
         return nodes.split(",")
@@ -76,6 +76,30 @@ def test_where_too_few_nodes_would_be_left_the_oldest_are_let_in_again() -> None
     assert avoids == ("n2",)
     assert "may get n1 until" in notes[1].line
     assert nodes_to_avoid(config(1, "health.exclude_h=0"), SAYS) == ((), []), "it keeps no memory"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "words", "shell", "why"),
+    [
+        (1, ("slurm.extra={nodelist: n1}",), "", "it asks for this node"),
+        (2, ("slurm.extra={reservation: R}",), "", "the reservation has too few other nodes like it"),
+        (2, (), "R", "the reservation has too few other nodes like it"),
+        (
+            1,
+            ("slurm.extra={nodefile: hosts}",),
+            "",
+            "slurm.extra.nodefile is hosts, which is no list of nodes",
+        ),
+    ],
+)
+def test_a_node_that_the_job_asks_for_is_not_excluded_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, nodes: int, words: tuple[str, ...], shell: str, why: str
+) -> None:
+    monkeypatch.setenv("SBATCH_RESERVATION", shell)
+    note("n1")
+    avoids, (told,) = nodes_to_avoid(config(nodes, *words), SAYS)
+    assert avoids == ()
+    assert told.line.endswith(why)
 
 
 def test_a_damaged_record_is_told_and_stops_no_submission() -> None:

@@ -225,7 +225,8 @@ def test_an_existing_run_keeps_the_built_in_it_was_started_with() -> None:
     ("words", "changes", "complaint"),
     [
         ([], {}, ""),
-        ([], {"state": "DOWN"}, "its state is DOWN"),
+        ([], {"state": "DOWN"}, ""),
+        ([], {"state": "DRAIN"}, "its state is DRAIN"),
         (["distributed.nodes=5", "distributed.dp_size=5"], {}, "4 nodes in it, 5 asked for"),
         (["slurm.spare_nodes=3"], {}, ""),
         (["distributed.nodes=5", "distributed.dp_size=5", "distributed.min_nodes=1"], {}, ""),

@@ -17,6 +17,8 @@ from verl_slurm.base.errors import ConfigError, DataError, KeyRefused, Permissio
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checks import told
+from verl_slurm.checks.bad_nodes import remember
+from verl_slurm.cli.setup.init import find_offers
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import DistributedConfig, RunConfig, ServiceConfig
 from verl_slurm.plan.plan_facts import from_slurm
@@ -28,6 +30,7 @@ from verl_slurm.submit.checks.model_files import check_model
 from verl_slurm.submit.checks.slurm_answers import (
     ask_slurm,
     judge_partitions,
+    nodes_to_avoid,
     place_notes,
     refusal,
     shell_notes,
@@ -149,9 +152,9 @@ def test_what_comes_with_the_shell_and_what_does_not_is_said(monkeypatch: pytest
 
 SCONTROL = """#!/bin/sh
 case "$*" in
-*config*) echo 'ClusterName = here';;
+*config*) echo 'ClusterName = here'; echo "JobSubmitPlugins = ${PLUGINS:-(null)}";;
 *"partition "[a-z]*) echo "PartitionName=$3 Default=NO MaxTime=UNLIMITED TotalNodes=1 TotalCPUs=64 State=UP";;
-*) echo 'PartitionName=short Default=YES MaxTime=01:00:00 TotalNodes=1 TotalCPUs=64 State=UP';;
+*) echo "PartitionName=short Default=${DEFAULT:-YES} MaxTime=01:00:00 TotalNodes=1 TotalCPUs=64 State=${STATE:-UP}";;
 esac
 """
 
@@ -159,7 +162,7 @@ esac
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Slurm whose default partition has a limit of an hour, and the others none."""
-    for name in ("scontrol", "sbatch", "srun"):
+    for name in ("scontrol", "sbatch", "srun", "sinfo"):
         (private_dir(tmp_path / "bin") / name).write_text(SCONTROL)
         (tmp_path / "bin" / name).chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin", prepend=os.pathsep)
@@ -183,6 +186,46 @@ def test_the_partition_that_is_judged_is_the_one_that_the_job_gets(
             judge_partitions(config, says)
     else:
         assert judge_partitions(config, says) == []
+
+
+@pytest.mark.parametrize(
+    ("default", "found"),
+    [("YES", "the default one, short, cannot run this job (at most 60 min"), ("NO", "no default partition")],
+)
+def test_a_partition_that_the_site_may_choose_is_left_to_sbatchs_verdict(
+    slurm: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, default: str, found: str
+) -> None:
+    monkeypatch.setenv("DEFAULT", default)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    config = run_config(time_limit_min=600, nodes=1, ranks=1)
+    with pytest.raises(SlurmRefused):
+        judge_partitions(config, ask_slurm(config))
+    monkeypatch.setenv("PLUGINS", "lua")
+    says = ask_slurm(config)
+    (told,) = judge_partitions(config, says)
+    assert told.verdict == "warning"
+    assert found in told.line
+    assert "JobSubmitPlugins=lua" in told.line
+    remember("here", "n1", "GPUs: off the bus", Path("/runs/a"), 1.0)
+    assert nodes_to_avoid(config, says)[0] == ()
+    # One that is named is the job's.
+    with pytest.raises(SlurmRefused, match="1 node in it, 2 asked for"):
+        judge_partitions(run_config(partition="own"), ask_slurm(run_config(partition="own")))
+
+
+def test_a_partition_that_is_down_takes_jobs_and_that_they_wait_is_said(
+    slurm: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STATE", "DOWN")
+    config = run_config(time_limit_min=60, nodes=1, ranks=1)
+    (told,) = judge_partitions(config, ask_slurm(config))
+    assert told.verdict == "warning"
+    assert "short is DOWN: no job starts there until it is UP" in told.line
+    (offer,) = find_offers(None, pytest.fail)
+    assert offer.line.endswith(", the default, DOWN now")
+    monkeypatch.setenv("STATE", "DRAIN")
+    with pytest.raises(SlurmRefused, match="its state is DRAIN"):
+        judge_partitions(config, ask_slurm(config))
 
 
 def test_a_variable_that_a_key_replaces_is_neither_obeyed_nor_judged(

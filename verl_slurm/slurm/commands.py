@@ -60,6 +60,10 @@ def show_partitions(*, hidden: bool = False) -> list[str]:
     return ["scontrol", "show", "partition", *(["--all"] if hidden else [])]
 
 
+def show_reservation(name: str) -> list[str]:
+    return ["scontrol", "show", "reservation", _checked(NAME, name)]
+
+
 def list_nodes(partition: str) -> list[str]:
     """Lists one line per node: name, state, features, generic resources. Far less text than `scontrol show node`."""
     return [

@@ -78,6 +78,10 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     work_dir: str | None = None
     excluded: str | None = None
     """Nodes that it avoids, in Slurm's bracket form."""
+    required: str | None = None
+    """Nodes that it asks for by name, in Slurm's bracket form."""
+    reservation: str | None = None
+    """The reservation that it asks for, or several, `a,b`, of which Slurm takes one."""
     dependency: str | None = None
     """What it still waits for: `afterany:18(unfulfilled),singleton(unfulfilled)`."""
     array_task: str | None = None
@@ -169,3 +173,8 @@ class PartitionFacts(msgspec.Struct, frozen=True, kw_only=True):
     grace_s: int
     preempt_mode: str
     is_default: bool
+
+    @property
+    def takes_jobs(self) -> bool:
+        """Returns whether Slurm queues jobs for it; in one that is DOWN none starts until it is UP."""
+        return self.state in {"UP", "DOWN"}

@@ -189,6 +189,8 @@ def _job(fields: dict[str, str]) -> JobFacts:
         command=_optional(fields.get("Command", "")),
         work_dir=_optional(fields.get("WorkDir", "")),
         excluded=_optional(fields.get("ExcNodeList", "")),
+        required=_optional(fields.get("ReqNodeList", "")),
+        reservation=_optional(fields.get("Reservation", "")),
         dependency=_optional(fields.get("Dependency", "")),
         failed_node=_optional(fields.get("FailedNode", "")),
         expedited=fields.get("ExpeditedRequeue") == "Yes",
@@ -237,6 +239,8 @@ def parse_lost_nodes(text: str) -> tuple[str, ...]:
 # In sinfo's short and long words.
 IDLE = frozenset({"idle"})
 _USABLE = frozenset({"alloc", "allocated", "comp", "completing", "idle", "mix", "mixed", "planned", "plnd"})
+# For a job that asks for their reservation: an idle node of it is called so.
+USABLE_RESERVED = _USABLE | {"resv", "reserved"}
 
 
 def parse_usable_nodes(text: str, states: Collection[str] = _USABLE) -> dict[str, str]:
@@ -253,6 +257,17 @@ def parse_usable_nodes(text: str, states: Collection[str] = _USABLE) -> dict[str
         if state in states:
             usable[name] = kind
     return usable
+
+
+def parse_reservation(text: str, name: str) -> str | None:
+    """Returns the nodes in the output of `scontrol show reservation NAME`, in Slurm's bracket form; None: it has none.
+
+    Raises NotFound, SlurmMissing, as `parse_job`.
+    """
+    for fields in _records(text):
+        if fields.get("ReservationName") == name:
+            return _optional(fields.get("Nodes", ""))
+    raise NotFound("Slurm has no such reservation", where=name, remedy="scontrol show reservation lists them")
 
 
 def _node_state(text: str) -> frozenset[str]:

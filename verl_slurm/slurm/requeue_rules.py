@@ -108,16 +108,24 @@ def offered(sbatch_help: str, conf: Mapping[str, str]) -> bool:
 
 
 def sparable(
-    nodes: Sequence[str], usable: Mapping[str, str], excluded: Collection[str], needed: int
+    nodes: Sequence[str],
+    usable: Mapping[str, str],
+    excluded: Collection[str],
+    needed: int,
+    required: Collection[str] = (),
 ) -> tuple[str, ...]:
-    """Returns those of `nodes`, the first ones first, that a job of `needed` nodes can do without."""
+    """Returns those of `nodes`, the first ones first, that a job of `needed` nodes can do without.
+
+    Args:
+        required: nodes that the job asks for by name; Slurm starts no job that excludes one of them.
+    """
     # Of each kind (`usable`, by node), enough stay: others may lack what a constraint or a GPU request asks
     # for, and nothing withdraws an exclusion while a job waits. A node that is down is left to Slurm.
     left = Counter(kind for node, kind in usable.items() if node not in excluded)
     spared = []
     for node in nodes:
         kind = usable.get(node)
-        if kind is not None and node not in excluded and left[kind] > needed:
+        if kind is not None and node not in {*excluded, *required} and left[kind] > needed:
             left[kind] -= 1
             spared.append(node)
     return tuple(spared)

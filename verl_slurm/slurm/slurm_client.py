@@ -181,11 +181,22 @@ class SlurmClient:
             return [await self.default_partition()]
         return [await self.partition(name) for name in names.split(",")]
 
-    async def usable_nodes(self, partition: str) -> dict[str, str]:
-        """Returns what `parse_usable_nodes` finds. Raises as `job`."""
+    async def usable_nodes(self, partition: str, reservation: str | None = None) -> dict[str, str]:
+        """Returns what `parse_usable_nodes` finds; of a reservation, if one is named, alone. Raises as `job`."""
         # sinfo: far less text than all nodes by scontrol, and `run_command` cuts at 1 MiB.
         argv = commands.list_nodes(partition)
-        return parse.parse_usable_nodes(await self._ask(argv, "Slurm has no such partition", partition))
+        text = await self._ask(argv, "Slurm has no such partition", partition)
+        if not reservation:
+            return parse.parse_usable_nodes(text)
+        # Slurm takes one of several, so a job that the first one can start will start.
+        name = reservation.partition(",")[0]
+        shown = await self._ask(commands.show_reservation(name), "Slurm has no such reservation", name)
+        nodes = parse.parse_reservation(shown, name)
+        if nodes is None:  # of licenses alone
+            return parse.parse_usable_nodes(text)
+        inside = set(await self.expand(nodes))
+        usable = parse.parse_usable_nodes(text, parse.USABLE_RESERVED)
+        return {node: kind for node, kind in usable.items() if node in inside}
 
     async def usable_and_idle(self, partition: str) -> tuple[dict[str, str], list[str]]:
         """Returns the same, and which of them are idle. Raises as `job`."""

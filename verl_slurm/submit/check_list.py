@@ -58,6 +58,7 @@ from verl_slurm.submit.submission_plan import Cluster, SubmissionPlan, reshaped,
 from verl_slurm.verl.verl_inputs import data_of
 from verl_slurm.wire.http import read_token
 
+_NOT_KNOWN = "whether a save is in time: the site chooses the job's partition"
 # Schedules that end with the run (trainer/objective/optimizers.py).
 _BY_LENGTH = ("linear", "cosine", "wsd")
 # Linux, containers whose /proc hides the driver, WSL.
@@ -536,11 +537,15 @@ def _storage(draft: Draft) -> list[Finding]:
 
 def _deadlines(draft: Draft) -> list[Finding]:
     slurm = draft.answers
+    if slurm.partition is None:
+        return [skipped(_NOT_KNOWN)]
     return judge_deadlines(slurm.conf, slurm.partition, draft.config, _save_time(draft), slurm.others)
 
 
 def _cluster(draft: Draft) -> list[Finding]:
     slurm = draft.answers
+    if slurm.partition is None:
+        return [skipped(_NOT_KNOWN)]
     draft.committed = [info for info in list_checkpoints(draft.paths) if info.kind == "committed"]
     return judge_cluster(slurm.conf, slurm.partition, draft.config, _save_time(draft), slurm.others)
 

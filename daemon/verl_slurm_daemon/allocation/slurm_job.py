@@ -370,10 +370,11 @@ class SlurmAllocation(Allocation):
             present = await self._client.expand(facts.excluded) if facts.excluded else []
             # ExcNodeList is replaced as a whole, and also has what the user and operators exclude.
             own = [node for node in present if node not in before]
+            asked = set(await self._client.expand(facts.required)) if nodes and facts.required else set()
             spared: tuple[str, ...] = ()
-            if nodes:
-                usable = await self._client.usable_nodes(facts.partition.split(",")[0])
-                spared = sparable(nodes, usable, own, self._config.all_nodes)
+            if set(nodes) - asked:
+                usable = await self._client.usable_nodes(facts.partition.split(",")[0], facts.reservation)
+                spared = sparable(nodes, usable, own, self._config.all_nodes, asked)
             wanted = [*own, *spared]
             # Where none can be spared, an earlier exclusion goes as well.
             if set(wanted) == set(present) and not nodes:
@@ -382,14 +383,19 @@ class SlurmAllocation(Allocation):
                 await self._client.exclude(facts, ",".join(wanted))
         except VerlSlurmError as error:
             return Avoided(f"nothing is avoided: {error}", tuple(before))
-        few = f"partition {facts.partition} has too few other nodes like that"
+        back = [node for node in nodes if node not in spared]
+        place = f"reservation {facts.reservation}" if facts.reservation else f"partition {facts.partition}"
+        why = f"{place} has too few other nodes like that"
+        if named := [node for node in back if node in asked]:
+            # Of the others, if there are any, the same is told as without these.
+            few = f"; {why}" if set(back) - asked else ""
+            why = f"the job asks for {', '.join(named)}{few}"
         if nodes and not spared:
-            return Avoided(f"nothing is avoided: {few}")
+            return Avoided(f"nothing is avoided: {why}")
         said = "the next start avoids no node any more"
         if wanted:
             said = f"the next start avoids {', '.join(wanted)}"
-        back = [node for node in nodes if node not in spared]
-        return Avoided(f"{said}; it may have {', '.join(back)}: {few}" if back else said, spared)
+        return Avoided(f"{said}; it may have {', '.join(back)}: {why}" if back else said, spared)
 
     async def is_running(self) -> bool:
         """Returns whether Slurm has the job as running, with its batch process. Raises as `SlurmClient.job`."""

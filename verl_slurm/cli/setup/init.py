@@ -198,11 +198,14 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
         limit = "without a limit" if facts.max_time_s is None else f"up to {span(facts.max_time_s)}"
         usual = ", the default" if facts.is_default else ""
         gpus = f", {counted(self.gpus, 'GPU')} on each" if self.gpus else ""
-        return f"{facts.name}: {counted(facts.total_nodes, 'node')}{gpus}, jobs {limit}{usual}"
+        down = "" if facts.state == "UP" else f", {facts.state} now"
+        return f"{facts.name}: {counted(facts.total_nodes, 'node')}{gpus}, jobs {limit}{usual}{down}"
 
 
 def find_offers(wanted: str | None, warn: Callable[[str], None]) -> list[Offer]:
-    """Returns the partitions that take jobs, or the wanted one (NotFound), the default first; none without Slurm."""
+    """Returns the partitions that take jobs, or the wanted one (NotFound), the default first, those that are DOWN last;
+    none without Slurm.
+    """
     try:
         return asyncio.run(_ask(wanted))
     except SlurmMissing as error:
@@ -217,11 +220,12 @@ async def _ask(wanted: str | None) -> list[Offer]:
     client = SlurmClient()
     found = [await client.partition(wanted)] if wanted else await client.partitions()
     conf = await client.config()
-    up = [facts for facts in found if facts.state == "UP" and facts.total_nodes]
-    if not up:
+    open_to = [facts for facts in found if facts.takes_jobs and facts.total_nodes]
+    if not open_to:
         raise NotFound("no partition takes jobs", where=wanted, remedy="`sinfo -s` shows their states")
-    up.sort(key=lambda facts: not facts.is_default)
-    return [Offer(facts=facts, gpus=await _gpus(client, facts.name), conf=conf) for facts in up[:_MOST]]
+    # One that is DOWN may be so for an hour, or for good.
+    open_to.sort(key=lambda facts: (facts.state != "UP", not facts.is_default))
+    return [Offer(facts=facts, gpus=await _gpus(client, facts.name), conf=conf) for facts in open_to[:_MOST]]
 
 
 async def _gpus(client: SlurmClient, partition: str) -> int:

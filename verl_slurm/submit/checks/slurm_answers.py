@@ -123,14 +123,17 @@ class SlurmSays(msgspec.Struct, frozen=True):
 
     conf: dict[str, str]
     """`scontrol show config`."""
-    partition: PartitionFacts
-    """The partition that the job goes to, or the first of several."""
+    partition: PartitionFacts | None
+    """The partition that the job goes to, or the first of several; None: none is named, and there is no default one,
+    and a plug-in of the site may choose."""
     others: tuple[PartitionFacts, ...] = ()
+    chooser: str = ""
+    """The setting for plug-ins of the site that may choose the partition, if none is named; empty: nothing does."""
 
     @property
     def partitions(self) -> tuple[PartitionFacts, ...]:
         """Returns all partitions of which Slurm may take one."""
-        return (self.partition, *self.others)
+        return () if self.partition is None else (self.partition, *self.others)
 
 
 def ask_slurm(config: RunConfig) -> SlurmSays:
@@ -163,11 +166,12 @@ def ask_slurm(config: RunConfig) -> SlurmSays:
 
 async def _ask(config: RunConfig) -> SlurmSays:
     client = SlurmClient()
-    name = asked_partition(os.environ, config)
+    name, chooser = asked_partition(os.environ, config), ""
     try:
         conf = await client.config()
         # Without a name the job goes to the default one, whose limits count then.
         _require_one_cluster(config, conf.get("ClusterName", ""))
+        chooser = "" if name else _chooser(conf)
         several = await client.partitions_of(name)
     except SlurmMissing as error:
         raise SlurmMissing(
@@ -176,19 +180,41 @@ async def _ask(config: RunConfig) -> SlurmSays:
             remedy="see `scontrol ping` and SLURM_CONF; --cluster local runs on this machine",
         ) from None
     except NotFound as error:
+        if chooser and name is None:
+            return SlurmSays(conf, None, chooser=chooser)
         raise SlurmRefused(
             "no default partition" if name is None else "no such partition",
             where=error.where if name == config.slurm.partition else f"{error.where}, from SBATCH_PARTITION",
             remedy="`sinfo -s` lists them; set slurm.partition to one of them",
         ) from None
-    return SlurmSays(conf, several[0], tuple(several[1:]))
+    return SlurmSays(conf, several[0], tuple(several[1:]), chooser)
+
+
+def _chooser(conf: Mapping[str, str]) -> str:
+    # Those of sbatch and those of slurmctld: both may change what is asked for.
+    names = [
+        name for name in ("CliFilterPlugins", "JobSubmitPlugins") if conf.get(name, "(null)") != "(null)"
+    ]
+    return ", ".join(f"{name}={conf[name]}" for name in names if conf[name])
 
 
 def judge_partitions(config: RunConfig, says: SlurmSays) -> list[Finding]:
-    """Returns those of several partitions that can never run this job. SlurmRefused: none can."""
+    """Returns those of several partitions that can never run this job, or start none now. SlurmRefused: none can."""
     several = says.partitions
+    # What the site chooses, `sbatch --test-only` alone judges.
+    site = f"the site's plug-ins may choose one ({says.chooser})"
+    if not several:
+        return [warn("slurm.partition", f"not set, and there is no default partition: {site}")]
+    down = [
+        warn("slurm.partition", f"{facts.name} is DOWN: no job starts there until it is UP")
+        for facts in several
+        if facts.state == "DOWN"
+    ]
     complaints = {facts.name: said for facts in several if (said := partition_complaint(config, facts))}
     told = [f"{partition}: {said}" if len(several) > 1 else said for partition, said in complaints.items()]
+    if complaints and says.chooser:
+        found = f"not set, and the default one, {several[0].name}, cannot run this job ({told[0]}): {site}"
+        return [warn("slurm.partition", found), *down]
     if len(complaints) == len(several):
         raise SlurmRefused(
             "the partition cannot run this job" if len(several) == 1 else "no partition can run this job",
@@ -197,7 +223,7 @@ def judge_partitions(config: RunConfig, says: SlurmSays) -> list[Finding]:
             remedy="`scontrol show partition` says its limits; change the slurm section or take another one",
         )
     # Slurm takes such a job, and starts it in one of the others.
-    return [warn("slurm.partition", f"the job cannot start in partition {said}") for said in told]
+    return [*(warn("slurm.partition", f"the job cannot start in partition {said}") for said in told), *down]
 
 
 def _require_one_cluster(config: RunConfig, here: str) -> None:
@@ -223,7 +249,7 @@ def partition_complaint(config: RunConfig, facts: PartitionFacts) -> str:
     # Components of a heterogeneous job may go to another partition; sbatch --test-only judges those.
     nodes = nodes_of_components(config.least_nodes, config.services)[0]
     limit_s = config.slurm.time_limit_min * 60
-    if facts.state != "UP":
+    if not facts.takes_jobs:
         return f"its state is {facts.state}"
     if nodes > facts.total_nodes:
         return f"{counted(facts.total_nodes, 'node')} in it, {nodes} asked for"
@@ -306,25 +332,39 @@ def nodes_to_avoid(config: RunConfig, says: SlurmSays) -> tuple[tuple[str, ...],
     notes = [warn(f"a record of a bad node is passed over: {problem}") for problem in bad.problems]
     if not bad.nodes:
         return (), notes
-    own = str(config.slurm.extra.get("exclude") or "")
-    if own and NODE_LIST.fullmatch(own) is None:  # a file, or sbatch's own short forms
-        why = f"slurm.extra.exclude is {own}, which is no list of nodes"
-        return (), [*notes, warn(f"no bad node is excluded: {why}")]
+    if not says.partitions:
+        return (), [*notes, warn("no bad node is excluded: the job's partition is not known")]
+    extra = config.slurm.extra
+    lists = {name: str(extra.get(name) or "") for name in ("exclude", "nodelist", "nodefile")}
+    for name, given in lists.items():
+        # A file, or sbatch's own short forms.
+        if given and (name == "nodefile" or NODE_LIST.fullmatch(given) is None):
+            why = f"slurm.extra.{name} is {given}, which is no list of nodes"
+            return (), [*notes, warn(f"no bad node is excluded: {why}")]
+    variable = obeyed_variables(os.environ, config).get("reservation", "")
+    reservation = str(extra.get("reservation") or os.environ.get(variable, ""))
 
-    async def ask() -> tuple[str, ...]:
+    async def ask() -> tuple[tuple[str, ...], list[str]]:
         client = SlurmClient()
-        usable = await client.usable_nodes(",".join(facts.name for facts in says.partitions))
-        excluded = await client.expand(own) if own else ()
-        return sparable(bad.names, usable, excluded, config.distributed.nodes)
+        partitions = ",".join(facts.name for facts in says.partitions)
+        usable = await client.usable_nodes(partitions, reservation)
+        excluded, asked = [
+            await client.expand(lists[name]) if lists[name] else [] for name in ("exclude", "nodelist")
+        ]
+        return sparable(bad.names, usable, excluded, config.distributed.nodes, asked), asked
 
     try:
-        spared = asyncio.run(ask())
+        spared, asked = asyncio.run(ask())
     # Without Slurm's word on the other nodes none is excluded.
     except (SlurmMissing, NotFound) as error:
         return (), [*notes, warn(f"no bad node is excluded: {error.one_line()}")]
     notes += [warn(f"the job avoids {node.told}") for node in bad.nodes if node.node in spared]
-    few = "the partition has too few other nodes like it"
-    notes += [warn(f"the job may get {node.told}: {few}") for node in bad.nodes if node.node not in spared]
+    few = f"the {'reservation' if reservation else 'partition'} has too few other nodes like it"
+    notes += [
+        warn(f"the job may get {node.told}: {'it asks for this node' if node.node in asked else few}")
+        for node in bad.nodes
+        if node.node not in spared
+    ]
     return spared, notes
 
 
