@@ -13,7 +13,14 @@ from tests.lanes import with_variants
 from tests.loops.frames_kit import Run, stop
 from verl_slurm.base.errors import ConfigError, DataError
 from verl_slurm.checkpoint.store.verify import verify
-from verl_slurm.wire.messages import Finished, RankNotice, RankSaved, RankSaveFailed, SaveRequest, SaveStarted
+from verl_slurm.wire.messages import (
+    Finished,
+    RankNotice,
+    RankSaved,
+    RankSaveFailed,
+    SaveRequest,
+    SaveStarted,
+)
 
 pytest.importorskip("accelerate", reason="NOT RUN: accelerate is not installed (pip install '.[dev]')")
 pytestmark = pytest.mark.torch
@@ -483,6 +490,44 @@ def test_a_rate_that_the_program_changed_between_two_attempts_is_said_not_to_be_
     assert said.loud
     assert "learning_rate=1e-05 (0.01), weight_decay=0.5 (0.0)" in said.text
     assert last.trainer.optimizer.param_groups[0]["initial_lr"] == 1e-2
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"max_steps": 24}, "lr_scheduler.num_training_steps=24 (12)"),
+        ({"warmup_steps": 5}, "lr_scheduler.num_warmup_steps=5 (0)"),
+        ({"lr_scheduler_type": "linear"}, "lr_scheduler_type=linear (cosine)"),
+        ({"lr_scheduler_kwargs": {"num_cycles": 2.5}}, "lr_scheduler.num_cycles=2.5 (0.5)"),
+        ({}, ""),
+    ],
+    ids=["length", "warm-up", "kind", "words", "none"],
+)
+def test_a_longer_schedule_or_another_one_is_said(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    run, daemon = Run(tmp_path / "run"), Daemon()
+    Life(run.life(Daemon({4: stop()})))
+    Life(run.life(daemon), **change)
+    texts = daemon.notices("rates")
+    assert [said in text and "learning rates differ from here on" in text for text in texts] == [True] * bool(
+        said
+    )
+
+
+def test_a_length_that_a_constant_schedule_does_not_read_is_not_said(tmp_path: Path) -> None:
+    run, daemon = Run(tmp_path / "run"), Daemon()
+    Life(run.life(Daemon({4: stop()})), lr_scheduler_type="constant")
+    Life(run.life(daemon), lr_scheduler_type="constant", max_steps=14)
+    assert not daemon.heard(RankNotice)
+
+
+def test_changed_words_of_a_schedule_that_is_restored_are_said_not_to_be_used(tmp_path: Path) -> None:
+    run, daemon = Run(tmp_path / "run"), Daemon()
+    Life(run.life(Daemon({4: stop()})), **PLATEAU)
+    last = Life(run.life(daemon), **PLATEAU | {"lr_scheduler_kwargs": {"patience": 5}})
+    [said] = daemon.notices("rates")
+    assert "lr_scheduler_kwargs={'patience': 5} ({'patience': 0," in said
+    assert "are not used" in said
+    assert last.trainer.lr_scheduler.patience == 0
 
 
 @pytest.mark.parametrize(

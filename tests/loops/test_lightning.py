@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import get_linear_schedule_with_warmup
 
 from tests.fakes.daemon import Daemon
 from tests.loops.frames_kit import Run, stop
@@ -458,3 +459,20 @@ def test_a_best_checkpoint_that_is_forgotten_is_said(tmp_path: Path) -> None:
     [said] = [notice for notice in daemon.heard(RankNotice) if "forgotten" in notice.text]
     assert said.loud
     assert "another" in said.text
+
+
+class Falling(Net):
+    """Its rate falls to zero at the last step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = get_linear_schedule_with_warmup(optimizer, 0, self.trainer.max_steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def test_a_longer_schedule_is_said(tmp_path: Path) -> None:
+    run, daemon = Run(tmp_path / "run"), Daemon()
+    Life(run.life(Daemon()), model=Falling, max_steps=10)
+    Life(run.life(daemon), model=Falling, max_steps=15)
+    [said] = daemon.notices("rates")
+    assert "scheduler.num_training_steps=15 (10) change the schedule" in said

@@ -42,7 +42,7 @@ from verl_slurm.base.bounded import RECORD, read_regular
 from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, DataError
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.loops.callback import Served, require_served
-from verl_slurm.loops.hyperparameters import counted_in, hyperparameters, tell_moved, tell_replaced
+from verl_slurm.loops.hyperparameters import counted_in, hyperparameters, rates, tell_moved, tell_replaced
 from verl_slurm.loops.session import Session, plain_numbers
 from verl_slurm.save.ranks import rng
 from verl_slurm.save.ranks.rng import Generators
@@ -163,6 +163,7 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
         # Before the base class: its constructor calls `_resume`, which sets it.
         self._place: _Place | None = None
         self._made_with: dict[str, Any] = {}
+        self._rates: dict[str, Any] = {}
         super().__init__(session)
         self._every = every_n_steps
         self._due = False
@@ -263,7 +264,7 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
         named |= {
             f"scheduler{at or ''}": one.scheduler for at, one in enumerate(trainer.lr_scheduler_configs)
         }
-        self._made_with = hyperparameters(named)
+        self._made_with, self._rates = hyperparameters(named), rates(named)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self.session.has_daemon:
@@ -271,8 +272,12 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
         # Again: without a sanity check this is the first hook after Lightning has installed its handlers.
         _ignore_warnings(trainer)
         self._step = trainer.global_step
-        tell_replaced(self.session, self._made_with, _SET_THEM)
-        metadata = {"library": f"lightning {lightning.__version__}", "made_with": self._made_with}
+        tell_replaced(self.session, self._made_with, _SET_THEM, rates=self._rates)
+        metadata = {
+            "library": f"lightning {lightning.__version__}",
+            "made_with": self._made_with,
+            "rates": self._rates,
+        }
         self._begin(self._step, max(0, trainer.max_steps), metadata)
         place, self._place = self._place, None
         self._began_epoch = place is not None and place.in_epoch
