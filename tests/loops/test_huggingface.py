@@ -15,6 +15,7 @@ from verl_slurm.base.errors import ConfigError, DataError
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.wire.messages import (
     Finished,
+    Progress,
     RankNotice,
     RankSaved,
     RankSaveFailed,
@@ -490,6 +491,35 @@ def test_a_rate_that_the_program_changed_between_two_attempts_is_said_not_to_be_
     assert said.loud
     assert "learning_rate=1e-05 (0.01), weight_decay=0.5 (0.0)" in said.text
     assert last.trainer.optimizer.param_groups[0]["initial_lr"] == 1e-2
+
+
+class Evaluates(TrainerCallback):
+    """Notes at which steps."""
+
+    def __init__(self) -> None:
+        self.steps = list[int]()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.steps.append(state.global_step)
+
+
+@pytest.mark.parametrize("former", [2, 0.5], ids=["steps", "share"])
+def test_changed_intervals_are_used_from_the_resumed_step_on_and_said(tmp_path: Path, former: float) -> None:
+    run, first, daemon, evaluates = Run(tmp_path / "run"), Daemon({4: stop()}), Daemon(), Evaluates()
+    words = {"eval_strategy": "steps", "save_strategy": "steps", "logging_strategy": "steps"}
+    Life(run.life(first), eval_steps=former, save_steps=2, logging_steps=3, **words)
+    Life(run.life(daemon), evaluates, eval_steps=3, save_steps=5, logging_steps=7, **words)
+    assert evaluates.steps == [6, 9, 12]
+    assert [message.name for message in daemon.heard(RankSaved)] == [
+        "step_000005",
+        "step_000010",
+        "step_000012",
+    ]
+    assert [message.step for message in daemon.heard(Progress) if "loss" in message.metrics] == [7]
+    then = 2 if former == 2 else 6
+    [said] = daemon.notices("rates")
+    assert f"logging_steps=7 (3), eval_steps=3 ({then}), save_steps=5 (2) are used" in said
+    assert not first.notices("rates")
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput
 from verl_slurm.base.errors import ConfigError, DataError, VerlSlurmError
 from verl_slurm.checkpoint.format.specification import FileEntry, guest_directory
 from verl_slurm.loops.callback import Served, require_served
-from verl_slurm.loops.hyperparameters import counted_in, hyperparameters, rates, tell_replaced
+from verl_slurm.loops.hyperparameters import counted_in, hyperparameters, rates, tell_replaced, tell_used
 from verl_slurm.loops.session import Session
 from verl_slurm.loops.step_end import StepEndSaver
 from verl_slurm.loops.trl_state import TrlState, innermost_sampler
@@ -181,7 +181,11 @@ class VerlSlurmCallback(Served, TrainerCallback):
         # Looked for at every start: a job that died between its last save and its end comes here.
         if ended or 0 < state.max_steps <= state.global_step:
             raise _NothingLeft
+        # Those of the script: the Trainer has just put the checkpoint's in their place (transformers 5.10).
+        then = _intervals(state)
+        state.compute_steps(args, state.max_steps)  # type: ignore[no-untyped-call]
         if not again:
+            tell_used(self.session, then, _intervals(state))
             tell_replaced(self.session, self._made_with, _SET_THEM, rates=self._rates, data=self._data)
         if not again and (loss := _data_loss(args, kwargs.get("train_dataloader"))):
             self.session.notice(loss, loud=self.resume is not None)
@@ -478,6 +482,10 @@ def _rates(args: TrainingArguments, schedule: Any) -> dict[str, Any]:
     """What the learning rates follow from and is the program's own, whatever was restored."""
     kind = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
     return {"lr_scheduler_type": str(kind)} | rates({"lr_scheduler": schedule})
+
+
+def _intervals(state: TrainerState) -> dict[str, int]:
+    return {name: getattr(state, name) for name in ("logging_steps", "eval_steps", "save_steps")}
 
 
 def _data(trainer: Trainer, loader: Any) -> dict[str, int]:

@@ -146,6 +146,12 @@ def tell_moved(session: Session, then: Mapping[str, int], now: Mapping[str, int]
         )
 
 
+def tell_used(session: Session, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Tells people which values of `now` are used in place of those that the checkpoint has, as they want it."""
+    if differing := _differing(then, now):
+        session.notice(f"the program's {differing} are used from here on, before in brackets", topic="rates")
+
+
 def _differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Returns e.g. `lr=1e-05 (0.01)`, with what it was in brackets; empty: nothing that both have."""
     differing = [f"{key}={now[key]} ({then[key]})" for key in now if key in then and now[key] != then[key]]
