@@ -539,6 +539,73 @@ def test_a_rate_that_the_program_changed_between_two_attempts_is_said_not_to_be_
     assert last.trainer.optimizer.param_groups[0]["initial_lr"] == 1e-2
 
 
+class Evaluates(TrainerCallback):
+    """Notes at which steps."""
+
+    def __init__(self) -> None:
+        self.steps = list[int]()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.steps.append(state.global_step)
+
+
+@pytest.mark.parametrize("former", [2, 0.5], ids=["steps", "share"])
+def test_changed_intervals_are_used_from_the_resumed_step_on_and_said(tmp_path: Path, former: float) -> None:
+    run, first, daemon, evaluates = Run(tmp_path / "run"), Daemon({4: stop()}), Daemon(), Evaluates()
+    words = {"eval_strategy": "steps", "save_strategy": "steps", "logging_strategy": "steps"}
+    Life(run.life(first), eval_steps=former, save_steps=2, logging_steps=3, **words)
+    Life(run.life(daemon), evaluates, eval_steps=3, save_steps=5, logging_steps=7, **words)
+    assert evaluates.steps == [6, 9, 12]
+    assert [message.name for message in daemon.heard(RankSaved)] == [
+        "step_000005",
+        "step_000010",
+        "step_000012",
+    ]
+    assert [message.step for message in daemon.heard(Progress) if "loss" in message.metrics] == [7]
+    then = 2 if former == 2 else 6
+    [said] = daemon.notices("rates")
+    assert f"logging_steps=7 (3), eval_steps=3 ({then}), save_steps=5 (2) are used" in said
+    assert not first.notices("rates")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"max_steps": 24}, "lr_scheduler.num_training_steps=24 (12)"),
+        ({"warmup_steps": 5}, "lr_scheduler.num_warmup_steps=5 (0)"),
+        ({"lr_scheduler_type": "linear"}, "lr_scheduler_type=linear (cosine)"),
+        ({"lr_scheduler_kwargs": {"num_cycles": 2.5}}, "lr_scheduler.num_cycles=2.5 (0.5)"),
+        ({}, ""),
+    ],
+    ids=["length", "warm-up", "kind", "words", "none"],
+)
+def test_a_longer_schedule_or_another_one_is_said(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    run, daemon = Run(tmp_path / "run"), Daemon()
+    Life(run.life(Daemon({4: stop()})))
+    Life(run.life(daemon), **change)
+    texts = daemon.notices("rates")
+    assert [said in text and "learning rates differ from here on" in text for text in texts] == [True] * bool(
+        said
+    )
+
+
+def test_a_length_that_a_constant_schedule_does_not_read_is_not_said(tmp_path: Path) -> None:
+    run, daemon = Run(tmp_path / "run"), Daemon()
+    Life(run.life(Daemon({4: stop()})), lr_scheduler_type="constant")
+    Life(run.life(daemon), lr_scheduler_type="constant", max_steps=14)
+    assert not daemon.heard(RankNotice)
+
+
+def test_changed_words_of_a_schedule_that_is_restored_are_said_not_to_be_used(tmp_path: Path) -> None:
+    run, daemon = Run(tmp_path / "run"), Daemon()
+    Life(run.life(Daemon({4: stop()})), **PLATEAU)
+    last = Life(run.life(daemon), **PLATEAU | {"lr_scheduler_kwargs": {"patience": 5}})
+    [said] = daemon.notices("rates")
+    assert "lr_scheduler_kwargs={'patience': 5} ({'patience': 0," in said
+    assert "are not used" in said
+    assert last.trainer.lr_scheduler.patience == 0
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

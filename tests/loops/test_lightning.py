@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import get_linear_schedule_with_warmup
 
 from tests.fakes.daemon import Daemon
 from tests.loops.frames_kit import Clock, Listening, Run, stop
@@ -25,7 +26,13 @@ lightning = pytest.importorskip(
     "lightning", reason="NOT RUN: lightning is not installed (pip install '.[dev]')"
 )
 
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint  # noqa: E402
+from lightning.pytorch.callbacks import (  # noqa: E402
+    BatchSizeFinder,
+    EarlyStopping,
+    EMAWeightAveraging,
+    LearningRateFinder,
+    ModelCheckpoint,
+)
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 from lightning.pytorch.plugins.environments import SLURMEnvironment  # noqa: E402
 
@@ -486,3 +493,66 @@ def test_a_best_checkpoint_that_is_forgotten_is_said(tmp_path: Path) -> None:
     [said] = [notice for notice in daemon.heard(RankNotice) if "forgotten" in notice.text]
     assert said.loud
     assert "another" in said.text
+
+
+class Falling(Net):
+    """Its rate falls to zero at the last step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = get_linear_schedule_with_warmup(optimizer, 0, self.trainer.max_steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def test_a_longer_schedule_is_said(tmp_path: Path) -> None:
+    run, daemon = Run(tmp_path / "run"), Daemon()
+    Life(run.life(Daemon()), model=Falling, max_steps=10)
+    Life(run.life(daemon), model=Falling, max_steps=15)
+    [said] = daemon.notices("rates")
+    assert "scheduler.num_training_steps=15 (10) change the schedule" in said
+
+
+@pytest.mark.parametrize("step", [3, 10], ids=["stopped", "done"])
+def test_a_longer_run_goes_on_from_the_weights_and_not_from_their_averages(tmp_path: Path, step: int) -> None:
+    def averages() -> Any:
+        return EMAWeightAveraging(decay=0.5)
+
+    twin = Life(Run(tmp_path / "twin").life(Daemon()), averages(), max_steps=13)
+    run = Run(tmp_path / "run")
+    Life(run.life(Daemon({3: stop()} if step == 3 else {})), averages(), max_steps=10)
+    longer = Life(run.life(Daemon()), averages(), max_steps=13)
+    assert torch.equal(longer.weights, twin.weights)
+
+
+def test_a_start_after_the_last_step_leaves_the_averages_in_the_model(
+    tmp_path: Path,
+) -> None:
+    run, daemon = Run(tmp_path / "run"), Daemon()
+    first = Life(run.life(Daemon()), EMAWeightAveraging(decay=0.5), max_steps=5)
+    again = Life(run.life(daemon), EMAWeightAveraging(decay=0.5), max_steps=5)
+    assert torch.equal(again.weights, first.weights)
+    assert [message.step for message in daemon.heard(Finished)] == [5]
+
+
+@pytest.mark.parametrize(("first", "left"), [(6, True), (5, False)], ids=["in-mid-epoch", "at-an-epochs-end"])
+def test_a_longer_run_that_leaves_out_the_rest_of_an_epoch_says_so(
+    tmp_path: Path, first: int, left: bool
+) -> None:
+    run, daemon = Run(tmp_path / "run"), Daemon()
+    Life(run.life(Daemon()), max_steps=first)
+    Life(run.life(daemon), max_steps=12)
+    assert [(notice.loud, "after 1 of 5 batches" in notice.text) for notice in daemon.heard(RankNotice)] == [
+        (True, True)
+    ] * left
+
+
+def test_a_patience_that_the_program_changed_between_two_attempts_is_used(tmp_path: Path) -> None:
+    run, daemon = Run(tmp_path / "run"), Daemon()
+
+    def lived(daemon: Daemon, patience: int) -> Life:
+        stops = EarlyStopping("score", mode="max", patience=patience)
+        return Life(run.life(daemon), BestIsFirst(), stops, validates=True, max_epochs=5)
+
+    assert lived(Daemon({12: stop()}), 9).stopped
+    lived(daemon, 2)
+    assert [message.step for message in daemon.heard(Finished)] == [15]

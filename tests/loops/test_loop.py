@@ -7,7 +7,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from transformers import get_linear_schedule_with_warmup
 
 import verl_slurm
 from tests.builders import write_config
@@ -475,12 +476,38 @@ def _warmed_up(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_s
     return schedules.SequentialLR(optimizer, parts, milestones=[2])
 
 
-def test_what_a_schedule_is_made_of_is_compared_too(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+def _falling(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
+    return get_linear_schedule_with_warmup(optimizer, 1, steps)
+
+
+def _prepared(schedule: object) -> object:
+    accelerate = pytest.importorskip(
+        "accelerate", reason="NOT RUN: accelerate is not installed (pip install '.[dev]')"
+    )
+    return accelerate.Accelerator(cpu=True).prepare(schedule)
+
+
+@pytest.mark.parametrize(
+    ("made", "text"),
+    [
+        (_warmed_up, "scheduler[1].T_max=20 (10) are not used"),
+        (_falling, "scheduler.num_training_steps=20 (10) change the schedule"),
+    ],
+    ids=["restored", "of-transformers"],
+)
+@pytest.mark.parametrize("wrapped", [lambda schedule: schedule, _prepared], ids=["plain", "of-accelerate"])
+def test_what_a_schedule_is_made_of_is_compared_too(
+    alone: Alone,
+    monkeypatch: pytest.MonkeyPatch,
+    made: Callable[[torch.optim.Optimizer, int], object],
+    text: str,
+    wrapped: Callable[[object], object],
+) -> None:
     said = []
     for steps, resume in ((10, ""), (10, "step_000002"), (20, "step_000002")):
         optimizer = torch.optim.SGD(alone.model.parameters(), lr=0.1)
-        scheduler = _warmed_up(optimizer, steps)
+        scheduler = wrapped(made(optimizer, steps))
         heard = alone.life(monkeypatch, 2, resume=resume, optimizer=optimizer, scheduler=scheduler)
         said.append([each.text for each in heard if isinstance(each, RankNotice) and each.topic == "rates"])
     assert said[:2] == [[], []]
-    assert "scheduler[1].T_max=20 (10)" in said[2][0]
+    assert [text in each for each in said[2]] == [True]

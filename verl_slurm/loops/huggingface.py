@@ -43,7 +43,7 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput
 from verl_slurm.base.errors import ConfigError, DataError, VerlSlurmError
 from verl_slurm.checkpoint.format.specification import FileEntry, guest_directory
 from verl_slurm.loops.callback import Served, require_served
-from verl_slurm.loops.hyperparameters import counted_in, hyperparameters, tell_replaced
+from verl_slurm.loops.hyperparameters import counted_in, hyperparameters, rates, tell_replaced, tell_used
 from verl_slurm.loops.session import Session
 from verl_slurm.loops.step_end import StepEndSaver
 from verl_slurm.loops.trl_state import TrlState, innermost_sampler
@@ -56,9 +56,11 @@ _EVALUATION_MARGIN = 1.5
 
 
 _SET_THEM = (
-    "To change one, set it in trainer.optimizer.param_groups and trainer.lr_scheduler.base_lrs, in a callback's "
-    "on_train_begin"
+    "To change one, set it in trainer.optimizer.param_groups and trainer.lr_scheduler (base_lrs, patience), in a "
+    "callback's on_train_begin"
 )
+# Schedules whose own words come back with their state; those of the others are the program's.
+_RESTORED = ("reduce_lr_on_plateau", "greedy")
 _OPTIMIZERS_OWN = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args")
 
 
@@ -87,6 +89,7 @@ class VerlSlurmCallback(Served, TrainerCallback):
         self._trl: TrlState | None = None
         self._made_with: dict[str, Any] = {}
         self._data: dict[str, int] = {}
+        self._rates: dict[str, Any] = {}
         self._trainer: Trainer | None = None
 
     def _resume(self) -> str | None:
@@ -155,9 +158,11 @@ class VerlSlurmCallback(Served, TrainerCallback):
             assert self._trainer is not None
             # In place: begun again with smaller batches, the checkpoints have those.
             self._data.update(_data(self._trainer, kwargs.get("train_dataloader")))
+            self._rates.update(_rates(args, kwargs.get("lr_scheduler")))
             metadata = {
                 "library": f"transformers {transformers.__version__}",
                 "made_with": self._made_with,
+                "rates": self._rates,
                 "data": self._data,
             }
             saver = (
@@ -176,8 +181,12 @@ class VerlSlurmCallback(Served, TrainerCallback):
         # Looked for at every start: a job that died between its last save and its end comes here.
         if ended or 0 < state.max_steps <= state.global_step:
             raise _NothingLeft
+        # Those of the script: the Trainer has just put the checkpoint's in their place (transformers 5.10).
+        then = _intervals(state)
+        state.compute_steps(args, state.max_steps)  # type: ignore[no-untyped-call]
         if not again:
-            tell_replaced(self.session, self._made_with, _SET_THEM, self._data)
+            tell_used(self.session, then, _intervals(state))
+            tell_replaced(self.session, self._made_with, _SET_THEM, rates=self._rates, data=self._data)
         if not again and (loss := _data_loss(args, kwargs.get("train_dataloader"))):
             self.session.notice(loss, loud=self.resume is not None)
         if self._trl is not None:
@@ -467,9 +476,24 @@ def _know_cpus_by_number() -> None:
 
 def _made_with(trainer: Trainer) -> dict[str, Any]:
     """What the Trainer restores from a checkpoint in place of the program's own."""
+    args, made_with = trainer.args, dict[str, Any]()
+    if trainer.lr_scheduler is None and args.lr_scheduler_type in _RESTORED:
+        made_with["lr_scheduler_kwargs"] = str(args.lr_scheduler_kwargs or {})
     if trainer.optimizer is not None:
-        return hyperparameters({"optimizer": trainer.optimizer, "lr_scheduler": trainer.lr_scheduler})
-    return {name: getattr(trainer.args, name) for name in _OPTIMIZERS_OWN}
+        return made_with | hyperparameters(
+            {"optimizer": trainer.optimizer, "lr_scheduler": trainer.lr_scheduler}
+        )
+    return made_with | {name: getattr(args, name) for name in _OPTIMIZERS_OWN}
+
+
+def _rates(args: TrainingArguments, schedule: Any) -> dict[str, Any]:
+    """What the learning rates follow from and is the program's own, whatever was restored."""
+    kind = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
+    return {"lr_scheduler_type": str(kind)} | rates({"lr_scheduler": schedule})
+
+
+def _intervals(state: TrainerState) -> dict[str, int]:
+    return {name: getattr(state, name) for name in ("logging_steps", "eval_steps", "save_steps")}
 
 
 def _data(trainer: Trainer, loader: Any) -> dict[str, int]:

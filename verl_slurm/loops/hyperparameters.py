@@ -4,12 +4,15 @@ Optimizers and schedulers restore theirs (learning rate, weight decay, ...) with
 Face's Trainer and in Lightning. Whoever changes one between two attempts would take it for used. So each checkpoint's
 metadata.json has, as `made_with`, what the program made its objects with, before any state was restored.
 
-A place in the data is the other way round: it is counted in the batches that the program has now. What those are made
-of is saved, too (Hugging Face: `data` in metadata.json; Lightning: its place).
+The functions of a LambdaLR are the other way round: they are the program's, called at the restored place. A longer run
+changes its rates so, at once. `rates` in metadata.json has what those functions were made with. A place in the data is
+counted in the batches that the program has now. What those are made of is saved, too (Hugging Face: `data` in
+metadata.json; Lightning: its place).
 """
 
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -26,6 +29,7 @@ _MOST_NAMED = 5
 
 class _Metadata(msgspec.Struct, frozen=True):
     made_with: dict[str, Any] = {}
+    rates: dict[str, Any] = {}
     data: dict[str, int] = {}
 
 
@@ -37,11 +41,44 @@ def hyperparameters(named: Mapping[str, object]) -> dict[str, Any]:
             for at, group in enumerate(thing.param_groups):
                 place = f"{name}[{at}]" if at else name
                 made_with |= {f"{place}.{key}": value for key, value in group.items() if key != "params"}
-        elif isinstance(thing, LRScheduler):
-            made_with |= _of_schedule(name, thing)
-    plain = {key: _plain(value) for key, value in made_with.items()}
+        elif isinstance(schedule := _bare(thing), LRScheduler):
+            made_with |= _of_schedule(name, schedule)
+    return _as_saved(made_with)
+
+
+def rates(named: Mapping[str, object]) -> dict[str, Any]:
+    """What the rates of the schedules among `named` follow from, and no checkpoint restores."""
+    found: dict[str, Any] = {}
+    for name, thing in sorted(named.items()):
+        if isinstance(schedule := _bare(thing), LRScheduler):
+            found |= _rates_of(name, schedule)
+    return _as_saved(found)
+
+
+def _bare(thing: object) -> object:
+    # accelerate's `prepare` wraps a schedule.
+    return getattr(thing, "scheduler", thing)
+
+
+def _rates_of(name: str, schedule: LRScheduler) -> dict[str, Any]:
+    found: dict[str, Any] = {f"{name}.class": type(schedule).__name__}
+    # One function that is given for all groups is in the list once for each.
+    functions = {id(one): one for one in getattr(schedule, "lr_lambdas", ())}
+    for at, function in enumerate(functions.values()):
+        place = f"{name}[{at}]" if at else name
+        # As each schedule of transformers is made.
+        made = function if isinstance(function, partial) else partial(function)
+        found[f"{place}.function"] = getattr(made.func, "__name__", type(made.func).__name__)
+        found |= {f"{place}.{key}": value for key, value in (*enumerate(made.args), *made.keywords.items())}
+    for at, part in enumerate(getattr(schedule, "_schedulers", ())):
+        found |= _rates_of(f"{name}[{at}]", part)
+    return found
+
+
+def _as_saved(found: Mapping[str, Any]) -> dict[str, Any]:
+    """`found` as a checkpoint gives it back: NaN, for one, is null there. What is not plain is left out."""
+    plain = {key: _plain(value) for key, value in found.items()}
     kept = {key: value for key, value in plain.items() if value is not ...}
-    # As a checkpoint gives it back: NaN, for one, is null there.
     return msgspec.json.decode(msgspec.json.encode(kept), type=dict[str, Any])
 
 
@@ -68,9 +105,15 @@ def _plain(value: Any) -> Any:
 
 
 def tell_replaced(
-    session: Session, now: Mapping[str, Any], remedy: str, data: Mapping[str, int] | None = None
+    session: Session,
+    now: Mapping[str, Any],
+    remedy: str,
+    *,
+    rates: Mapping[str, Any],
+    data: Mapping[str, int] | None = None,
 ) -> None:
-    """Tells people which of `now` the resumed checkpoint's replace, and which of `data` move its place in the data."""
+    """Tells people which of `now` the resumed checkpoint's replace, which of `rates` make the schedules other ones, and
+    which of `data` move its place in the data."""
     if session.rank or session.resume is None:
         return
     reader = CheckpointReader(session.resume, keys_for(session.paths.root))
@@ -79,6 +122,13 @@ def tell_replaced(
         session.notice(
             f"the program's {differing} are not used: the run goes on with those that it began with, in brackets, "
             f"which are restored with its state. {remedy}",
+            topic="rates",
+            loud=True,
+        )
+    if differing := _differing(then.rates, rates):
+        session.notice(
+            f"the program's {differing} change the schedule, before in brackets: learning rates differ from here on. "
+            "Set them back to go on as before",
             topic="rates",
             loud=True,
         )
@@ -94,6 +144,12 @@ def tell_moved(session: Session, then: Mapping[str, int], now: Mapping[str, int]
             topic="rates",
             loud=True,
         )
+
+
+def tell_used(session: Session, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Tells people which values of `now` are used in place of those that the checkpoint has, as they want it."""
+    if differing := _differing(then, now):
+        session.notice(f"the program's {differing} are used from here on, before in brackets", topic="rates")
 
 
 def _differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ import csv
 import math
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,15 @@ import lightning
 import msgspec
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, Checkpoint, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Callback,
+    Checkpoint,
+    EarlyStopping,
+    LearningRateFinder,
+    ModelCheckpoint,
+    WeightAveraging,
+)
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
@@ -42,7 +50,7 @@ from verl_slurm.base.bounded import RECORD, read_regular
 from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, DataError
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.loops.callback import Served, require_served
-from verl_slurm.loops.hyperparameters import counted_in, hyperparameters, tell_moved, tell_replaced
+from verl_slurm.loops.hyperparameters import counted_in, hyperparameters, rates, tell_moved, tell_replaced
 from verl_slurm.loops.session import Session, plain_numbers
 from verl_slurm.save.ranks import rng
 from verl_slurm.save.ranks.rng import Generators
@@ -124,6 +132,19 @@ class ResumableDataLoader(DataLoader[Any]):
             self.resume(int(state["served"]), began, then)
 
 
+class _BeforeTheAverages(Callback):  # type: ignore[misc]
+    """Saves the last step first of all callbacks, where one averages the weights."""
+
+    # At the end such a callback puts the averages in the place of the weights. Ours, a `Checkpoint`, comes after it: a
+    # longer run would go on from the averages.
+    def __init__(self, save: Callable[[Trainer], None]) -> None:
+        self._save = save
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if _averaging(trainer):
+            self._save(trainer)
+
+
 class _Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One rank's place, which Lightning's own file lacks: `rank_0003.msgpack`."""
 
@@ -163,6 +184,8 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
         # Before the base class: its constructor calls `_resume`, which sets it.
         self._place: _Place | None = None
         self._made_with: dict[str, Any] = {}
+        self._rates: dict[str, Any] = {}
+        self._patience: list[tuple[EarlyStopping, int]] = []
         super().__init__(session)
         self._every = every_n_steps
         self._due = False
@@ -190,6 +213,7 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
             return
         try:
             require_served(self._unserved(trainer))
+            trainer.callbacks.insert(0, _BeforeTheAverages(self._save_last))
             if self._place is not None:
                 _go_on_logging(trainer, self._place, is_first=self.session.rank == 0)
                 self._leave_out_finders(trainer)
@@ -248,9 +272,16 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
                 expected=f"max_steps={limits[0]}, max_epochs={limits[1]}",
                 remedy="is there a sample in the training data?",
             )
+        # Left out by Lightning: it puts the averages into the model, for the script's work after the training.
+        for one in _averaging(trainer):
+            one.on_train_end(trainer, trainer.lightning_module)
         self._finished_at = step
 
     # ---- Lightning's hooks, in their order; all of them on every rank
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # Before Lightning restores it with the callback's counts.
+        self._patience = [(one, one.patience) for one in trainer.callbacks if isinstance(one, EarlyStopping)]
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Lightning has installed its handlers by now, and the sanity check may meet a warning.
@@ -263,7 +294,7 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
         named |= {
             f"scheduler{at or ''}": one.scheduler for at, one in enumerate(trainer.lr_scheduler_configs)
         }
-        self._made_with = hyperparameters(named)
+        self._made_with, self._rates = hyperparameters(named), rates(named)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self.session.has_daemon:
@@ -271,8 +302,14 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
         # Again: without a sanity check this is the first hook after Lightning has installed its handlers.
         _ignore_warnings(trainer)
         self._step = trainer.global_step
-        tell_replaced(self.session, self._made_with, _SET_THEM)
-        metadata = {"library": f"lightning {lightning.__version__}", "made_with": self._made_with}
+        for one, patience in self._patience:
+            one.patience = patience
+        tell_replaced(self.session, self._made_with, _SET_THEM, rates=self._rates)
+        metadata = {
+            "library": f"lightning {lightning.__version__}",
+            "made_with": self._made_with,
+            "rates": self._rates,
+        }
         self._begin(self._step, max(0, trainer.max_steps), metadata)
         place, self._place = self._place, None
         self._began_epoch = place is not None and place.in_epoch
@@ -335,6 +372,14 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
     def _say_what_moved(self, place: _Place, trainer: Trainer) -> None:
         if place.in_epoch:  # the next epoch begins at its start, whatever its batches are
             tell_moved(self.session, place.data, _data(trainer))
+        # Only the training's end can be in mid-epoch without the place in it.
+        elif place.served < trainer.num_training_batches < math.inf and place.data == _data(trainer):
+            self.session.notice(
+                f"the run was done after {place.served} of {trainer.num_training_batches} batches of an epoch, which "
+                "Lightning takes for a whole one: the rest is left out, and the next epoch begins. A max_steps at an "
+                "epoch's end leaves out nothing",
+                loud=True,
+            )
         every = trainer.reload_dataloaders_every_n_epochs
         if every and place.made_in != trainer.current_epoch:
             self.session.notice(
@@ -413,12 +458,17 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._saver is None:
             return
-        # The last step is always saved, whatever `every_n_steps` says, and an open request gets its answer.
-        self._due = self._saver.saved_step != self._step or self._saver.request is not None
-        self._save(trainer, in_epoch=False, last=True)
+        self._save_last(trainer)
         self._finished_at = self._step
 
     # ---- what they have in common
+
+    def _save_last(self, trainer: Trainer) -> None:
+        if self._saver is None:
+            return
+        # The last step is always saved, whatever `every_n_steps` says, and an open request gets its answer.
+        self._due = self._saver.saved_step != self._step or self._saver.request is not None
+        self._save(trainer, in_epoch=False, last=True)
 
     def _save(self, trainer: Trainer, *, in_epoch: bool, last: bool = False) -> None:
         """Saves where a save is due. If the job ends, raises SystemExit(0), unless the training is done."""
@@ -448,6 +498,10 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
         if saver.stopping is not None and not last:
             saver.leave()
             self._leave()
+
+
+def _averaging(trainer: Trainer) -> list[WeightAveraging]:
+    return [one for one in trainer.callbacks if isinstance(one, WeightAveraging)]
 
 
 def _where(trainer: Trainer, *, in_epoch: bool) -> _Place:

@@ -50,7 +50,7 @@ from verl_slurm.checkpoint.store.run_config import keys_for
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config.load import dump, load_own
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.loops.hyperparameters import hyperparameters, tell_replaced
+from verl_slurm.loops.hyperparameters import hyperparameters, rates, tell_replaced
 from verl_slurm.loops.loop_state import Objects, encode_state, load_state, take_state
 from verl_slurm.loops.session import Session
 from verl_slurm.loops.step_end import StepEndSaver, own_ranks
@@ -179,10 +179,11 @@ class LoopRun:
         # Before the saver: it starts at the resumed step.
         if self._session.resume is not None:
             self._go_on_from(self._session.resume)
-        tell_replaced(self._session, made_with, _SET_THEM)
+        schedules = rates(self._named)
+        tell_replaced(self._session, made_with, _SET_THEM, rates=schedules)
         self._asked_at = self.step
         self._watch_updates()
-        metadata = {"objects": list(self._objects.names), "made_with": made_with}
+        metadata = {"objects": list(self._objects.names), "made_with": made_with, "rates": schedules}
         self._saver = StepEndSaver(
             self._session,
             self._ranks,
