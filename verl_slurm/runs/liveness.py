@@ -388,10 +388,12 @@ def _refuse_living_job(paths: RunPaths, history: History, job: Submission) -> No
     state = job_state(paths, job)
     # Slurm takes a moment to notice an end that the daemon has recorded already.
     if not state.over and (not ended or was_requeued(history.last_of_job[job.job_id].at, state)):
+        goes_on = f"{state.way_on}; " if state.way_on else ""
+        why = state.detail.removesuffix(state.way_on).removesuffix("; ")
         raise Fenced(
             "the run has a job already",
             where=paths.root,
-            found=f"job {job.job_id}, {state.state}",
-            remedy=f"`verl-slurm watch {shell_word(paths.root)}` follows it, "
+            found=", ".join(filter(None, (f"job {job.job_id}", state.state, why))),
+            remedy=f"{goes_on}`verl-slurm watch {shell_word(paths.root)}` follows it, "
             f"`verl-slurm cancel {shell_word(paths.root)}` ends it",
         )
