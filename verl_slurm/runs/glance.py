@@ -42,7 +42,7 @@ from verl_slurm.runs.liveness import (
     trains,
     was_requeued,
 )
-from verl_slurm.runs.run_record import job_by_files, last_job, with_cluster
+from verl_slurm.runs.run_record import completed, job_by_files, last_job
 from verl_slurm.slurm.facts import is_stopped, is_waiting
 from verl_slurm.slurm.slurm_client import SlurmClient
 
@@ -173,7 +173,7 @@ def glance(root: Path, history: History | None = None) -> Glance:
         root=root,
         error="" if given or paths.run_yaml.exists() else "run.yaml is gone",
         status=status,
-        job=None if job is None else with_cluster(job, status),
+        job=None if job is None else completed(job, history, status),
         word=history.word,
         last=history.last,
         is_cancelled=history.is_cancelled,

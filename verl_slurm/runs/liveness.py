@@ -286,6 +286,9 @@ def _is_same_place(one: Path, other: Path) -> bool:
 def _local_state(paths: RunPaths, job: Submission) -> JobState:
     # A process number means nothing on another host.
     if job.host and job.host != socket.gethostname():
+        # That host may be gone, or be this one under a new name: a container has another at each start.
+        if job.is_cancelled:
+            return JobState(state="CANCELLED", over=True, detail=f"it was started on {job.host}")
         return JobState(state="UNKNOWN", over=False, detail=f"it was started on {job.host}: ask there")
     process = controller(paths, job)
     if process is None:
@@ -389,11 +392,13 @@ def _refuse_living_job(paths: RunPaths, history: History, job: Submission) -> No
     # Slurm takes a moment to notice an end that the daemon has recorded already.
     if not state.over and (not ended or was_requeued(history.last_of_job[job.job_id].at, state)):
         goes_on = f"{state.way_on}; " if state.way_on else ""
+        ends = f"`verl-slurm cancel {shell_word(paths.root)}` ends it"
+        if job.cluster == "local" and state.state == "UNKNOWN":
+            ends += f" there; if {job.host} is gone, `cancel` it here, then the same submit goes on"
         why = state.detail.removesuffix(state.way_on).removesuffix("; ")
         raise Fenced(
             "the run has a job already",
             where=paths.root,
             found=", ".join(filter(None, (f"job {job.job_id}", state.state, why))),
-            remedy=f"{goes_on}`verl-slurm watch {shell_word(paths.root)}` follows it, "
-            f"`verl-slurm cancel {shell_word(paths.root)}` ends it",
+            remedy=f"{goes_on}`verl-slurm watch {shell_word(paths.root)}` follows it, {ends}",
         )

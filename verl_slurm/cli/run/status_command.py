@@ -210,7 +210,7 @@ def _facts(run: RunPaths, history: History) -> dict[str, Any]:
     facts = told_facts(seen, requeued)
     if answer is not None and answer.over and not is_over(seen) and not unknown:
         facts["ended"] = (
-            "cancelled by its user before it started"
+            "cancelled by its user" + " before it started" * isinstance(seen.word, Submitted)
             if seen.is_cancelled
             else _over_words(run, facts["ended"], answer)
         )
