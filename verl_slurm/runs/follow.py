@@ -328,7 +328,7 @@ class FleetWatch:
             elif answer is not None and run.state in ("held", "suspended") and run.state != before:
                 # Its journal never tells.
                 why = f"{run.state}: {answer.detail or answer.state}"
-                text = f"{one.job.job_id} is {why}; `verl-slurm status {shell_word(run.root)}` has the way on"
+                text = f"{one.job.job_id} is {why}; `verl-slurm status {shell_word(run.root)}` says how it goes on"
                 self._on_event(run, ev.Warned("job", text, time=now()))
                 news += 1
             self._on_glance(run, one)

@@ -119,13 +119,13 @@ def job_state(paths: RunPaths, job: Submission) -> JobState:
             told = f"it is a run's at {script.parent.parent}, which is not here; if that is this run, move it back"
             return JobState(state="UNKNOWN", over=False, detail=told)
         return JobState(state="GONE", over=True, detail=ANOTHERS)
-    waits, remedy = facts.is_waiting, way_on(facts)
+    waits, (words, stands) = facts.is_waiting, what_next(facts)
     return JobState(
         state=facts.state,
         over=facts.is_over,
         waits=waits,
-        detail="; ".join(filter(None, (facts.reason, facts.comment if waits else "", remedy))),
-        way_on=remedy,
+        detail="; ".join(filter(None, (facts.reason, facts.comment if waits else "", words))),
+        way_on=words if stands else "",
         since=None if waits or facts.is_over or facts.state == "COMPLETING" else facts.start_time,
         starts=facts.start_time if waits else None,
         ends=facts.end_time if facts.is_running else None,
@@ -199,6 +199,20 @@ def is_script_beside(root: Path, script: str) -> bool:
     logs = Path(script).parent
     ours = _OUR_SCRIPT.fullmatch(Path(script).name) is not None and logs.name == "logs"
     return ours and not is_script_of(root, script) and _is_same_place(logs.parent.parent, root.parent)
+
+
+def what_next(facts: JobFacts) -> tuple[str, bool]:
+    """Returns what to say of how a job goes on, and whether it stands until somebody acts. May raise SlurmMissing."""
+    words = way_on(facts)
+    # Resumed by hand, a job that another one preempted would share the cores with that one.
+    if facts.state == "SUSPENDED" and resumes_jobs(asyncio.run(SlurmClient().config())):
+        return f"if another job preempted it, Slurm resumes it by itself; else an operator: {words}", False
+    return words, bool(words)
+
+
+def resumes_jobs(slurm_conf: Mapping[str, str]) -> bool:
+    """Returns whether Slurm itself suspends jobs for others, and lets them go on afterwards. Pure."""
+    return not {"SUSPEND", "GANG"}.isdisjoint(slurm_conf.get("PreemptMode", "").upper().split(","))
 
 
 def way_on(facts: JobFacts) -> str:

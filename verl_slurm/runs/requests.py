@@ -25,7 +25,7 @@ from verl_slurm.runs.liveness import (
     leads,
     runs_here,
     unknown_jobs,
-    way_on,
+    what_next,
 )
 from verl_slurm.runs.run_record import last_job
 from verl_slurm.slurm.facts import JobFacts
@@ -208,7 +208,7 @@ def _not_requeued(run: RunPaths, facts: JobFacts, found: str) -> SlurmRefused:
         "the job was not requeued",
         where=facts.job_id,
         found=f"{found}; {facts.reason}" if facts.reason else found,
-        remedy=way_on(facts) or other,
+        remedy=what_next(facts)[0] or other,
     )
 
 
