@@ -228,7 +228,7 @@ def test_what_lies_in_a_hidden_partition_is_found(slurm: Slurm, program: str) ->
         *--all*) echo '{job}';; esac""",
     )
     assert queued_jobs(slurm.run) == ["7"]
-    assert asyncio.run(client.states([0]))[7] == ("PENDING", "", f"{slurm.run.logs}/1.sh", "/")
+    assert asyncio.run(client.states([0]))[7] == ("PENDING", "", f"{slurm.run.logs}/1.sh", "/", "")
 
 
 def test_a_job_whose_run_was_removed_is_named_with_what_ends_it(slurm: Slurm) -> None:

@@ -55,6 +55,8 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
     way_on: str = ""
     """How a job goes on that stands until somebody acts; empty: it does not stand still. Also in `detail`."""
+    left: str = ""
+    """What its batch script said of a start that it left, since when the journal has no news of the job."""
     since: datetime | None = None
     """When it last began to run; None: it waits, or leaves its nodes."""
     starts: datetime | None = None
@@ -126,10 +128,21 @@ def job_state(paths: RunPaths, job: Submission) -> JobState:
         waits=waits,
         detail="; ".join(filter(None, (facts.reason, facts.comment if waits else "", words))),
         way_on=words if stands else "",
+        left=start_left(facts.comment, job.heard_at) if waits else "",
         since=None if waits or facts.is_over or facts.state == "COMPLETING" else facts.start_time,
         starts=facts.start_time if waits else None,
         ends=facts.end_time if facts.is_running else None,
     )
+
+
+def start_left(comment: str, heard_at: float | None) -> str:
+    """Returns a comment of `batch.AWAIT` in words; empty: it is none, or older than the job's newest event. Pure."""
+    said = comment.removeprefix("verl-slurm: ")
+    with suppress(ValueError):  # of another version: it is told
+        # Its minute, without a zone: by the site's clocks.
+        when = datetime.fromisoformat(said.partition(" ")[0]).timestamp()
+        said = "" if heard_at is not None and when + 60.0 <= heard_at else said
+    return f"waits for its next start, since the last one could not begin: {said}" if said else ""
 
 
 def was_requeued(ended_at: float | None, state: JobState) -> bool:

@@ -50,7 +50,7 @@ verl_slurm_await() { # until this command succeeds: its file system may come lat
         echo "verl-slurm: $* still fails: $how; if the job is held: scontrol release $SLURM_JOB_ID"
         exit 25
     fi
-    echo "verl-slurm: $* still fails, and Slurm takes no requeue${answer:+ ($answer)}: verl-slurm submit RUN goes on with the run"
+    echo "verl-slurm: $* still fails, and Slurm takes no requeue${answer:+ ($answer)}: verl-slurm submit RUN goes on"
     exit 127
 }"""
 """The shell's function that waits a minute for a program, and asks for another start if it does not come."""
