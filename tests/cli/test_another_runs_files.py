@@ -44,7 +44,7 @@ def other(tmp_path: Path) -> RunPaths:
 def run(tmp_path: Path, other: RunPaths, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
     """A run that was killed, and whose journal was replaced by that of a done one."""
 
-    async def answer(_: SlurmClient, users: set[int]) -> dict[int, tuple[str, str, str, str]]:
+    async def answer(_: SlurmClient, users: set[int]) -> dict[int, tuple[str, str, str, str, str]]:
         return {}
 
     monkeypatch.setattr(SlurmClient, "states", answer)

@@ -22,8 +22,9 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import birth_of
-from verl_slurm.runs.liveness import refuse_living, way_on
+from verl_slurm.runs.liveness import job_state, refuse_living, way_on
 from verl_slurm.runs.requests import cancel_run
+from verl_slurm.runs.run_record import last_job
 from verl_slurm.slurm.parse import parse_job
 
 GOLDEN = Path(__file__).parent.parent / "slurm" / "golden"
@@ -136,6 +137,23 @@ def test_status_says_how_a_job_that_is_held_goes_on(
     said = cli("status", run).out
     assert "held         the job has 1 of the 2 nodes\n" in said
     assert f"PENDING, launch_failed_requeued_held; {words}; scontrol release 1" in said, said
+
+
+@pytest.mark.parametrize("mode", ["SUSPEND,GANG", "REQUEUE"])
+def test_a_job_that_slurm_itself_suspended_for_another_does_not_stand_still(
+    mode: str, cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", "running", job_id="1").root
+    job = re.sub("Command=.*", f"Command={run}/logs/1.sh", (GOLDEN / "suspended.txt").read_text())
+    on_a_cluster_with(f"{job}\nPreemptMode = {mode}\n", tmp_path, monkeypatch)
+    said, by_itself = cli("status", run).out, "if another job preempted it, Slurm resumes it by itself"
+    assert "scontrol resume 1" in said
+    resumed = mode == "SUSPEND,GANG"
+    assert (by_itself in said) is resumed
+    # What `watch` warns of, and what is the first remedy of `submit`.
+    state = job_state(RunPaths(run), last_job(RunPaths(run)))
+    assert state.way_on == ("" if resumed else "scontrol resume 1")
+    assert (by_itself in cli("requeue", run).error) is resumed
 
 
 @pytest.mark.parametrize("command", ["status", "cancel", "logs"])

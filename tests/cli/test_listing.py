@@ -25,8 +25,8 @@ Cli = Callable[..., Any]
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A running, a queued, a killed, a finished and a failed run."""
 
-    async def answer(_: SlurmClient, users: set[int]) -> dict[int, tuple[str, str, str, str]]:
-        return {1: ("RUNNING", "", "", ""), 2: ("PENDING", "Priority", "", "")}
+    async def answer(_: SlurmClient, users: set[int]) -> dict[int, tuple[str, str, str, str, str]]:
+        return {1: ("RUNNING", "", "", "", ""), 2: ("PENDING", "Priority", "", "", "")}
 
     monkeypatch.setattr(SlurmClient, "states", answer)
     make_run(tmp_path / "run-1", job_id="1", num_events=400)
@@ -56,6 +56,19 @@ def test_each_run_is_a_line_with_its_state_and_what_interruptions_cost(cli: Cli,
     assert "preemption" in lines[0]
     assert re.search(r"\d min( \d+ s)?  ", lines[0])
     assert "\x1b" not in result.out
+
+
+def test_a_job_whose_last_start_could_not_begin_is_told_of_below_the_table(
+    cli: Cli, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answer(_: SlurmClient, users: set[int]) -> dict[int, tuple[str, str, str, str, str]]:
+        said = "verl-slurm: 2099-11-27T09:00 n1: python fails: no such file"
+        return {number: (state, "", "", "", said) for number, state in ((1, "RUNNING"), (2, "PENDING"))}
+
+    monkeypatch.setattr(SlurmClient, "states", answer)
+    [said] = cli("list", place).errors
+    assert "run-2: job 2 waits for its next start" in said
+    assert "2099-11-27T09:00 n1: python fails: no such file" in said
 
 
 def test_json_has_it_as_values(cli: Cli, place: Path) -> None:

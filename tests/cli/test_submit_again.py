@@ -52,3 +52,27 @@ def test_another_learning_rate_names_the_way_on(workplace: Path, cli: Cli) -> No
     result = cli(*other, f"checkpoint.resume_from={workplace}/run")
     assert result.code == ExitCode.NOT_FOUND, "a run is not the checkpoint that the ranks would look for"
     assert f"set checkpoint.resume_from={workplace}/run/checkpoints/step_000001" in result.error
+
+
+def test_a_run_whose_machine_is_gone_goes_on_after_a_cancel(workplace: Path, cli: Cli) -> None:
+    """A container has another name at each start, and what it ran was killed without a word."""
+    words = ("submit", "config.yaml", "--cluster", "local", "run_dir=run")
+    carry_out(plan_submission(Path("config.yaml"), ["run_dir=run"], cluster="local"), prepare_only=True)
+    run = RunPaths(workplace / "run")
+    save(run, 1)
+    append_event(run, "submitted", job_id="17", cluster="local", host="gone-1")
+    append_event(run, "started", attempt=1, job_id="17", cluster="local", host="gone-1")
+    for refused in (cli(*words, "--dry-run").error, cli("requeue", run.root).error):
+        assert "it was started on gone-1" in refused
+        assert f"verl-slurm cancel {run.root}" in refused
+        assert "if gone-1 is gone" in refused
+    cancelled = cli("cancel", run.root)
+    assert cancelled.code == ExitCode.OK
+    assert "the same cancel there ends it" in cancelled.err
+    assert cli("watch", run.root).code == ExitCode.CANCELLED
+    assert [one["state"] for one in cli("list", workplace, "--json").json] == ["cancelled"]
+    assert "cancelled by its user\n" in cli("status", run.root).out
+    again = cli(*words, "--dry-run")
+    assert again.code == ExitCode.OK, again.err
+    append_event(run, "started", attempt=2, job_id="18", cluster="local", host="gone-2")
+    assert cli(*words, "--dry-run").code == ExitCode.FENCED, "the cancel was of the job before"

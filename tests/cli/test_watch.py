@@ -24,8 +24,8 @@ Cli = Callable[..., Any]
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two runs, of which the living one ends as soon as it is waited for."""
 
-    async def answer(_: SlurmClient, users: set[int]) -> dict[int, tuple[str, str, str, str]]:
-        return {7: ("RUNNING", "", "", "")}
+    async def answer(_: SlurmClient, users: set[int]) -> dict[int, tuple[str, str, str, str, str]]:
+        return {7: ("RUNNING", "", "", "", "")}
 
     monkeypatch.setattr(SlurmClient, "states", answer)
     living = make_run(tmp_path / ("a-name-that-is-longer-than-its-column" + "-1"))

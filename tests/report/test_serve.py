@@ -32,9 +32,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How often Slurm was asked: an entry each time. All jobs run."""
     times: list[int] = []
 
-    async def states(_: SlurmClient, users: set[int]) -> dict[int, tuple[str, str, str, str]]:
+    async def states(_: SlurmClient, users: set[int]) -> dict[int, tuple[str, str, str, str, str]]:
         times.append(1)
-        return {7: ("RUNNING", "", "", "")}
+        return {7: ("RUNNING", "", "", "", "")}
 
     monkeypatch.setattr(SlurmClient, "states", states)
     return times

@@ -119,14 +119,16 @@ def test_a_job_that_stands_until_somebody_acts_is_told_once(
         for reason, way in (("JobHeldUser", "release 1"), ("PartitionTimeLimit", "update JobId=1"))
     )
     waits = JobState(state="PENDING", over=False, detail="Resources")
+    left = JobState(state="PENDING", over=False, waits=True, left="waits, since n1 has no python")
     hidden = JobState(state="UNKNOWN", over=False, detail="Slurm shows you no jobs of other users")
     over = JobState(state="CANCELLED", over=True)
-    answers, told = iter([waits, hidden, held, held, limit, waits, over]), list[Event]()
+    answers, told = iter([waits, hidden, held, held, limit, waits, left, left, over]), list[Event]()
     monkeypatch.setattr(follow, "watched", silent)
     monkeypatch.setattr(follow, "job_state", lambda *_: next(answers))
     follow_run(paths, paths.events.stat().st_size, told.append)
     assert [event.text if isinstance(event, Warned) else type(event) for event in told] == [
         "1 stands still: JobHeldUser; scontrol release 1",
         "1 stands still: PartitionTimeLimit; scontrol update JobId=1",
+        "1 waits, since n1 has no python",
         Gone,
     ]

@@ -23,11 +23,11 @@ Act = Callable[[], object]
 
 
 @pytest.fixture
-def alive(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[str, str, str, str]]:
+def alive(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[str, str, str, str, str]]:
     """Slurm's jobs."""
-    states = dict.fromkeys(range(1, 9), ("RUNNING", "", "", ""))
+    states = dict.fromkeys(range(1, 9), ("RUNNING", "", "", "", ""))
 
-    async def answer(_: SlurmClient, users: set[int]) -> dict[int, tuple[str, str, str, str]]:
+    async def answer(_: SlurmClient, users: set[int]) -> dict[int, tuple[str, str, str, str, str]]:
         return states
 
     monkeypatch.setattr(SlurmClient, "states", answer)
@@ -109,7 +109,10 @@ def test_a_run_that_comes_later_is_followed_too(tmp_path: Path, alive: object) -
 
 @pytest.mark.parametrize("last", ["killed", "cancelled while it waited"])
 def test_who_is_gone_is_asked_for_and_told_though_others_are_never_silent(
-    tmp_path: Path, alive: dict[int, tuple[str, str, str, str]], monkeypatch: pytest.MonkeyPatch, last: str
+    tmp_path: Path,
+    alive: dict[int, tuple[str, str, str, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    last: str,
 ) -> None:
     a, b = (make_run(tmp_path / name, job_id=number) for name, number in (("a", "1"), ("b", "2")))
 
@@ -131,35 +134,54 @@ def test_who_is_gone_is_asked_for_and_told_though_others_are_never_silent(
 
 
 def test_a_run_whose_job_is_held_is_told_once(
-    tmp_path: Path, alive: dict[int, tuple[str, str, str, str]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, alive: dict[int, tuple[str, str, str, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = (make_run(tmp_path / name, job_id=number) for name, number in (("a", "1"), ("b", "2")))
     monkeypatch.setattr(fleet_follow, "_ASK_S", 0.0)  # a minute each
-    alive[1] = ("PENDING", "JobHeldUser", "", "")
+    alive[1] = ("PENDING", "JobHeldUser", "", "", "")
+    _, told, _ = follow(tmp_path, lambda: None, lambda: None, end(b), end(a))
+    assert told == [("a", "warning"), ("b", "ended"), ("a", "ended")]
+
+
+def test_a_run_whose_last_start_could_not_begin_is_told_once(
+    tmp_path: Path, alive: dict[int, tuple[str, str, str, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = (make_run(tmp_path / name, job_id=number) for name, number in (("a", "1"), ("b", "2")))
+    monkeypatch.setattr(fleet_follow, "_ASK_S", 0.0)  # a minute each
+    alive[1] = (
+        "PENDING",
+        "BeginTime",
+        "",
+        "",
+        "verl-slurm: 2099-11-27T09:00 n1: python fails",
+    )
     _, told, _ = follow(tmp_path, lambda: None, lambda: None, end(b), end(a))
     assert told == [("a", "warning"), ("b", "ended"), ("a", "ended")]
 
 
 @pytest.mark.parametrize("last", ["it trains", "cancelled while it waits", "Slurm is silent"])
 def test_a_run_whose_job_was_requeued_after_its_end_is_followed(
-    tmp_path: Path, alive: dict[int, tuple[str, str, str, str]], monkeypatch: pytest.MonkeyPatch, last: str
+    tmp_path: Path,
+    alive: dict[int, tuple[str, str, str, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    last: str,
 ) -> None:
     a, b = (make_run(tmp_path / name, kind, job_id="1") for name, kind in (("a", "failed"), ("b", "done")))
     (private_dir(tmp_path / "bin") / "squeue").write_text("")
     (tmp_path / "bin/squeue").chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setattr(fleet_follow, "_ASK_S", 0.0)  # a minute each
-    alive[1] = ("PENDING", "BeginTime", f"{a.logs}/1.sh", "/")
+    alive[1] = ("PENDING", "BeginTime", f"{a.logs}/1.sh", "/", "")
 
     def start() -> None:
         append_event(a, "started", attempt=9, job_id="1", cluster="slurm")
-        alive[1] = ("RUNNING", "", f"{a.logs}/1.sh", "/")
+        alive[1] = ("RUNNING", "", f"{a.logs}/1.sh", "/", "")
 
     def cancel() -> None:
         del alive[1]
         append_event(a, "cancel_asked")
 
-    async def no_answer(_: SlurmClient, users: set[int]) -> dict[int, tuple[str, str, str, str]]:
+    async def no_answer(_: SlurmClient, users: set[int]) -> dict[int, tuple[str, str, str, str, str]]:
         raise SlurmMissing("Slurm does not answer")
 
     real = SlurmClient.states

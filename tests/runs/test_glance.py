@@ -39,12 +39,12 @@ LONG = 800
 
 
 @pytest.fixture
-def squeue(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[int, tuple[str, str, str, str]], Questions]:
+def squeue(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[int, tuple[str, str, str, str, str]], Questions]:
     """What Slurm says, and each question that it was asked."""
-    states: dict[int, tuple[str, str, str, str]] = {}
+    states: dict[int, tuple[str, str, str, str, str]] = {}
     questions: Questions = []
 
-    async def answer(_: SlurmClient, users: set[int]) -> dict[int, tuple[str, str, str, str]]:
+    async def answer(_: SlurmClient, users: set[int]) -> dict[int, tuple[str, str, str, str, str]]:
         questions.append(set(users))
         return states
 
@@ -83,7 +83,7 @@ def state(root: Path) -> str:
 )
 def test_a_runs_state_is_what_its_files_and_slurm_say(
     tmp_path: Path,
-    squeue: tuple[dict[int, tuple[str, str, str, str]], Questions],
+    squeue: tuple[dict[int, tuple[str, str, str, str, str]], Questions],
     kind: Kind,
     slurm: str,
     shown: str,
@@ -92,7 +92,7 @@ def test_a_runs_state_is_what_its_files_and_slurm_say(
     make_run(tmp_path / "run", kind, num_events=num_events)
     if slurm:
         name, _, reason = slurm.partition(" ")
-        squeue[0][7] = (name, reason, "", "")
+        squeue[0][7] = (name, reason, "", "", "")
     assert state(tmp_path / "run") == shown
 
 
@@ -102,7 +102,7 @@ def test_a_runs_state_is_what_its_files_and_slurm_say(
 )
 def test_a_run_whose_job_no_journal_names_is_what_slurm_says(
     tmp_path: Path,
-    squeue: tuple[dict[int, tuple[str, str, str, str]], Questions],
+    squeue: tuple[dict[int, tuple[str, str, str, str, str]], Questions],
     monkeypatch: pytest.MonkeyPatch,
     slurm: str,
     shown: str,
@@ -116,9 +116,9 @@ def test_a_run_whose_job_no_journal_names_is_what_slurm_says(
     (tmp_path / "bin/squeue").chmod(0o700)
     name, _, reason = slurm.partition(" ")
     other = make_run(tmp_path / "other", "queued", job_id="8").root
-    squeue[0][8] = ("RUNNING", "", f"{other}/logs/8.sh", "/")
+    squeue[0][8] = ("RUNNING", "", f"{other}/logs/8.sh", "/", "")
     if slurm:
-        squeue[0][9] = (name, reason, "/opt/sbatch/multi_node.sbatch run", str(tmp_path))
+        squeue[0][9] = (name, reason, "/opt/sbatch/multi_node.sbatch run", str(tmp_path), "")
     runs = glance_at_all(tmp_path)
     seen, _ = ask_for(runs)
     assert [state_of(one, seen[one.root]) for one in runs] == ["starting", shown]
@@ -148,7 +148,7 @@ def slurm_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_job_that_was_requeued_after_its_end_counts_and_one_that_lingers_does_not(
     tmp_path: Path,
-    squeue: tuple[dict[int, tuple[str, str, str, str]], Questions],
+    squeue: tuple[dict[int, tuple[str, str, str, str, str]], Questions],
     monkeypatch: pytest.MonkeyPatch,
     kind: Kind,
     end: str,
@@ -159,10 +159,10 @@ def test_a_job_that_was_requeued_after_its_end_counts_and_one_that_lingers_does_
 ) -> None:
     run = make_run(tmp_path / "runs/run", kind)
     make_run(tmp_path / "runs/living", job_id="8")
-    squeue[0][8] = ("RUNNING", "", f"{tmp_path}/runs/living/logs/8.sh", "/")
+    squeue[0][8] = ("RUNNING", "", f"{tmp_path}/runs/living/logs/8.sh", "/", "")
     name, _, reason = slurm.partition(" ")
     if slurm:
-        squeue[0][7] = (name, reason, f"{tmp_path / script}/logs/7.sh", "/")
+        squeue[0][7] = (name, reason, f"{tmp_path / script}/logs/7.sh", "/", "")
     word = glance(run.root).word
     assert word is not None
     assert word.at is not None
@@ -185,14 +185,14 @@ def test_a_job_that_was_requeued_after_its_end_counts_and_one_that_lingers_does_
 
 def test_a_run_whose_number_another_runs_job_has_is_gone_however_little_was_read(
     tmp_path: Path,
-    squeue: tuple[dict[int, tuple[str, str, str, str]], Questions],
+    squeue: tuple[dict[int, tuple[str, str, str, str, str]], Questions],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What was read of a long journal does not have that `submit` queued the job."""
     run = make_run(tmp_path / "run", num_events=LONG)
     other = make_run(tmp_path / "other", job_id="8")
     for script in (f"{other.logs}/.submission_file_{'0' * 32}.sh", "(null)"):
-        squeue[0][7] = ("RUNNING", "", script, "/")
+        squeue[0][7] = ("RUNNING", "", script, "/", "")
         text = (GOLDEN / "running.txt").read_text().replace("JobId=1 ", "JobId=7 ")
         facts = parse_job(re.sub("Command=.*", f"Command={script}", text), 7)
 
@@ -205,27 +205,27 @@ def test_a_run_whose_number_another_runs_job_has_is_gone_however_little_was_read
 
 
 def test_a_run_whose_saves_fail_says_so(
-    tmp_path: Path, squeue: tuple[dict[int, tuple[str, str, str, str]], Questions]
+    tmp_path: Path, squeue: tuple[dict[int, tuple[str, str, str, str, str]], Questions]
 ) -> None:
     paths = make_run(tmp_path / "run")
     paths.status.write_text(json.dumps(read_status(paths) | {"save_problem": "no space"}))
-    squeue[0][7] = ("RUNNING", "", "", "")
+    squeue[0][7] = ("RUNNING", "", "", "", "")
     assert state(tmp_path / "run") == "saves fail"
 
 
 def test_a_run_that_was_cancelled_before_it_started_is_not_gone(
-    tmp_path: Path, squeue: tuple[dict[int, tuple[str, str, str, str]], Questions]
+    tmp_path: Path, squeue: tuple[dict[int, tuple[str, str, str, str, str]], Questions]
 ) -> None:
     append_event(make_run(tmp_path / "run", "queued"), "cancel_asked")
     assert state(tmp_path / "run") == "cancelled"
 
 
 def test_slurm_is_asked_once_for_all_runs_and_not_for_those_that_are_over(
-    tmp_path: Path, squeue: tuple[dict[int, tuple[str, str, str, str]], Questions]
+    tmp_path: Path, squeue: tuple[dict[int, tuple[str, str, str, str, str]], Questions]
 ) -> None:
     for number in range(20):
         make_run(tmp_path / f"{number:02d}", "running" if number % 2 else "done", job_id=str(number))
-        squeue[0][number] = ("RUNNING", "", "", "")
+        squeue[0][number] = ("RUNNING", "", "", "", "")
     runs = glance_at_all(tmp_path)
     seen, problem = ask_for(runs)
     assert squeue[1] == [{os.getuid()}]
@@ -233,7 +233,7 @@ def test_slurm_is_asked_once_for_all_runs_and_not_for_those_that_are_over(
 
 
 def test_a_run_that_ends_between_the_two_looks_is_not_gone(
-    tmp_path: Path, squeue: tuple[dict[int, tuple[str, str, str, str]], Questions]
+    tmp_path: Path, squeue: tuple[dict[int, tuple[str, str, str, str, str]], Questions]
 ) -> None:
     paths = make_run(tmp_path / "run")
     run = glance(paths.root)
@@ -246,7 +246,7 @@ def test_a_run_that_ends_between_the_two_looks_is_not_gone(
 
 
 def test_without_an_answer_nothing_is_said_to_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def no_answer(_: SlurmClient, users: set[int]) -> dict[int, tuple[str, str, str, str]]:
+    async def no_answer(_: SlurmClient, users: set[int]) -> dict[int, tuple[str, str, str, str, str]]:
         raise SlurmMissing("Slurm does not answer")
 
     monkeypatch.setattr(SlurmClient, "states", no_answer)
@@ -339,9 +339,9 @@ def test_a_link_that_leads_nowhere_hides_no_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("job_id", ["9" * 5000, "٣", "-7", "7_1"])
 def test_a_job_number_that_is_none_is_a_run_that_is_gone(
-    tmp_path: Path, squeue: tuple[dict[int, tuple[str, str, str, str]], Questions], job_id: str
+    tmp_path: Path, squeue: tuple[dict[int, tuple[str, str, str, str, str]], Questions], job_id: str
 ) -> None:
-    squeue[0][3] = squeue[0][7] = ("RUNNING", "", "", "")
+    squeue[0][3] = squeue[0][7] = ("RUNNING", "", "", "", "")
     make_run(tmp_path / "run", job_id=job_id)
     assert state(tmp_path / "run") == "gone"
 

@@ -17,7 +17,7 @@ from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import birth_of
 from verl_slurm.journal.history import Submission
-from verl_slurm.runs.liveness import job_state, leads, may_be_of
+from verl_slurm.runs.liveness import job_state, leads, may_be_of, start_left
 from verl_slurm.slurm.facts import JobFacts
 from verl_slurm.slurm.parse import parse_job
 from verl_slurm.slurm.slurm_client import SlurmClient
@@ -136,3 +136,14 @@ def test_a_number_that_came_again_is_not_the_runs(
     assert may_be_of(tmp_path, job, queued_by_us=by_us, heard_at=SUBMITTED + heard_s) is its
     other = msgspec.structs.replace(job, user_id=os.getuid() + 1)
     assert may_be_of(tmp_path, other, queued_by_us=by_us, heard_at=SUBMITTED) is command.startswith("{}")
+
+
+@pytest.mark.parametrize(("since_s", "told"), [(-600.0, True), (600.0, False), (None, True)])
+def test_what_a_script_said_of_a_start_counts_until_the_journal_has_news(
+    since_s: float | None, told: bool
+) -> None:
+    when = datetime(2026, 11, 27, 9, 0)  # noqa: DTZ001 - by the clock of the node, as the script writes it
+    heard_at = None if since_s is None else when.timestamp() + since_s
+    said = start_left("verl-slurm: 2026-11-27T09:00 n1: python fails: no such file", heard_at)
+    assert ("2026-11-27T09:00 n1: python fails: no such file" in said) is told
+    assert start_left("", heard_at) == ""

@@ -30,17 +30,30 @@ def test_each_run_has_the_script_that_can_start_it(
 
 
 _SCONTROL = """#!/bin/sh
+echo >> "$0.times"
+[ "$(wc -l < "$0.times")" -gt "$SILENT" ] || { echo "Unable to contact slurm controller" >&2; exit 1; }
 case "$1 $2" in
-"-o show") echo "JobId=7 JobState=$STATE Reason=None ";;
-*) echo "$@" >> "$0.asked";;
+"-o show") if [ -e "$0.asked" ]; then echo "JobId=7 JobState=${THEN:-$STATE} Reason=None "
+    else echo "JobId=7 JobState=$STATE Reason=None "; fi;;
+*) echo "$@" >> "$0.asked"; [ "$1" = update ] || [ -z "$SAYS" ] || { echo "$SAYS" >&2; exit 1; };;
 esac
 """
 
 
 def run_waiting(
-    place: Path, late: int, restarts: int = 0, state: str = "RUNNING", *, missing: str = "python"
+    place: Path,
+    late: int,
+    restarts: int = 0,
+    state: str = "RUNNING",
+    *,
+    missing: str = "python",
+    silent: int = 0,
+    says: str = "",
+    then: str = "",
 ) -> tuple[int, str, str]:
     """Runs a script for which Python's directory, or the run's, comes with the `late`-th second.
+
+    Slurm is silent the first `silent` times, `says` an error of each requeue, and shows the state `then` after one.
 
     Returns:
         Exit code, words, and what Slurm heard.
@@ -68,6 +81,7 @@ echo >> "$0.ticks"
         path.chmod(0o755)
     script = "\n".join(["set -euo pipefail", *awaiting(str(program), run), f"exec '{program}'"])
     environ = {"PATH": f"{bin_}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "STATE": state}
+    environ |= {"SILENT": str(silent), "SAYS": says, "THEN": then}
     environ |= {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
     done = subprocess.run(["bash", "-c", script], env=environ, capture_output=True, text=True, check=False)
     asked, log = bin_ / "scontrol.asked", run.logs / "7_0_log.out"
@@ -103,6 +117,32 @@ def test_a_python_that_stays_away_costs_a_requeue_and_not_the_job(
     assert (found, told[: len(asked)]) == (code, asked), said
     assert not told or told.endswith("away dir/python: No such file or directory\n")
     assert ("scontrol release 7" if code == 25 else "verl-slurm submit RUN") in said
+
+
+_LOST = "Unable to contact slurm controller (connect failure)"
+_DISABLED = "Requested operation is presently disabled for job 7"
+
+
+@pytest.mark.parametrize(
+    ("state", "silent", "says", "then", "code", "requeues"),
+    [
+        ("RUNNING", 2, "", "", 25, 1),
+        ("SIGNALING", 0, "", "", 25, 1),
+        ("RUNNING", 0, _LOST, "COMPLETING", 25, 1),
+        ("RUNNING", 0, _LOST, "", 127, 60),
+        ("RUNNING", 0, _DISABLED, "", 127, 1),
+        ("COMPLETING", 2, "", "", 127, 0),
+        ("RUNNING", 1000, "", "", 127, 0),
+    ],
+    ids=["silent", "a signal", "answer lost", "no answer", "refused", "cancelled meanwhile", "away"],
+)
+def test_a_slurm_that_is_silent_for_a_while_costs_no_job_whose_python_stays_away(
+    tmp_path: Path, state: str, silent: int, says: str, then: str, code: int, requeues: int
+) -> None:
+    found, said, told = run_waiting(tmp_path, 1000, state=state, silent=silent, says=says, then=then)
+    assert (found, told.count("requeue 7\n")) == (code, requeues), said
+    assert ("Comment=verl-slurm: " in told) is (code == 25)
+    assert code == 25 or f"takes no requeue{f' ({says})' if says else ''}" in said
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "sbatch").iterdir()))

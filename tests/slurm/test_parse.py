@@ -183,13 +183,18 @@ def test_several_nodes_and_many_jobs_are_read_from_one_answer() -> None:
     )
     assert parse.parse_lost_nodes(text) == ("n2", "n3")
     text = "12|RUNNING|None\n13|PENDING|Resources\n14_[1-9]|PENDING|x\n15\n\n|RUNNING|\n16|PENDING|a|b\n"
-    text += "17|RUNNING|None|/a|b.sh x|//|/w|z\n18|RUNNING|None|(null)|//|/w\n"
+    text += "17|RUNNING|None|/a|b.sh x|//|/w|z\n18|RUNNING|None|(null)|//|/w|//|(null)\n"
+    text += (
+        "19|PENDING|BeginTime|/a.sh|//|/w|//|verl-slurm: n1: a|//|b fails\n20|PENDING|x|/a|//|/w|//|mine\n"
+    )
     assert parse.parse_states(text) == {
-        12: ("RUNNING", "", "", ""),
-        13: ("PENDING", "Resources", "", ""),
-        16: ("PENDING", "a|b", "", ""),
-        17: ("RUNNING", "", "/a|b.sh x", "/w|z"),
-        18: ("RUNNING", "", "(null)", "/w"),
+        12: ("RUNNING", "", "", "", ""),
+        13: ("PENDING", "Resources", "", "", ""),
+        16: ("PENDING", "a|b", "", "", ""),
+        17: ("RUNNING", "", "/a|b.sh x", "/w|z", ""),
+        18: ("RUNNING", "", "(null)", "/w", ""),
+        19: ("PENDING", "BeginTime", "/a.sh", "/w", "verl-slurm: n1: a|//|b fails"),
+        20: ("PENDING", "x", "/a", "/w", ""),
     }
 
 

@@ -101,6 +101,26 @@ def test_of_two_submits_that_were_planned_at_once_one_queues_a_job(slurm: Slurm)
     assert slurm.times_sent == 1
 
 
+@pytest.mark.parametrize(
+    ("state", "reason", "way_on"),
+    with_variants(
+        ("PENDING", "job_requeued_in_held_state", "scontrol release 7"),
+        ("SUSPENDED", "None", "scontrol resume 7"),
+        ("PENDING", "PartitionTimeLimit", "scontrol update JobId=7 TimeLimit=MINUTES"),
+        keep=1,
+    ),
+)
+def test_a_submit_beside_a_job_that_stands_still_says_why_and_what_lets_it_go_on(
+    slurm: Slurm, state: str, reason: str, way_on: str
+) -> None:
+    carry_out(slurm.plan())
+    job = running(slurm.run, 7).replace("JobState=RUNNING Reason=None", f"JobState={state} Reason={reason}")
+    slurm.set_job(job)
+    said = refuses(slurm.plan)
+    assert said.count(way_on) == 1
+    assert (f"job 7, {state}" if reason == "None" else f"job 7, {state}, {reason}") in said
+
+
 @pytest.mark.parametrize("verdict", [True, False], ids=["sbatch --test-only", "sbatch"])
 def test_an_sbatch_that_does_not_answer_is_said_while_submit_waits(slurm: Slurm, verdict: bool) -> None:
     told = slurm.place / "told"
@@ -210,7 +230,7 @@ def test_what_lies_in_a_hidden_partition_is_found(slurm: Slurm, program: str) ->
         *--all*) echo '{job}';; esac""",
     )
     assert queued_jobs(slurm.run) == ["7"]
-    assert asyncio.run(client.states([0]))[7] == ("PENDING", "", f"{slurm.run.logs}/1.sh", "/")
+    assert asyncio.run(client.states([0]))[7] == ("PENDING", "", f"{slurm.run.logs}/1.sh", "/", "")
 
 
 def test_a_job_whose_run_was_removed_is_named_with_what_ends_it(slurm: Slurm) -> None:

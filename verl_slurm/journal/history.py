@@ -212,6 +212,8 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     """By `submit` or a lead, so that its script and its output lie in RUN/logs. False: not known."""
     heard_at: float | None = None
     """When its newest event was written; None: not known."""
+    is_cancelled: bool = False
+    """`verl-slurm cancel` was the last that became of it. It counts where nothing else can tell."""
 
 
 class History:

@@ -75,6 +75,8 @@ class Followed(msgspec.Struct, kw_only=True):
     """The job that was submitted last, while it was followed."""
     unannounced_job: str | None = None
     """The job that has started before that was written."""
+    left: str = ""
+    """What was told of a start that its job has left."""
     requeued: bool = False
     """Its journal has the end of its job, which Slurm has in its queue again."""
     ended: Glance | None = None
@@ -134,7 +136,8 @@ def follow_run(
 
     Args:
         on_event: gets each event. Some are ours: `gone`, the last one, for a job that ended without a word; and a
-            warning of a job that was requeued after its end, and, once, of one that stands until somebody acts.
+            warning of a job that was requeued after its end, and, once, of one that stands until somebody acts, or
+            that waits since a start could not begin.
         on_status: gets the content of status.json whenever it has changed.
 
     Returns:
@@ -186,9 +189,10 @@ def follow_run(
                 on_event(ev.Gone(state.state, job_id=job.job_id))
                 return state.exit_code
             # Its journal never tells: the job has no lead, or one that was stopped.
-            if state.way_on and state.detail != stands:
-                on_event(ev.Warned("job", f"{job.job_id} stands still: {state.detail}", time=now()))
-            stands = state.detail if state.way_on else ""
+            words = f"stands still: {state.detail}" if state.way_on else state.left
+            if words and words != stands:
+                on_event(ev.Warned("job", f"{job.job_id} {words}", time=now()))
+            stands = words
 
 
 def _requeued(paths: RunPaths) -> str:
@@ -328,8 +332,12 @@ class FleetWatch:
             elif answer is not None and run.state in ("held", "suspended") and run.state != before:
                 # Its journal never tells.
                 why = f"{run.state}: {answer.detail or answer.state}"
-                text = f"{one.job.job_id} is {why}; `verl-slurm status {shell_word(run.root)}` has the way on"
+                text = f"{one.job.job_id} is {why}; `verl-slurm status {shell_word(run.root)}` says how it goes on"
                 self._on_event(run, ev.Warned("job", text, time=now()))
+                news += 1
+            elif answer is not None and answer.left and answer.left != run.left:
+                run.left = answer.left
+                self._on_event(run, ev.Warned("job", f"{one.job.job_id} {answer.left}", time=now()))
                 news += 1
             self._on_glance(run, one)
         return news

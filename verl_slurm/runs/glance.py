@@ -39,10 +39,11 @@ from verl_slurm.runs.liveness import (
     needed_change,
     requeued_words,
     runs_here,
+    start_left,
     trains,
     was_requeued,
 )
-from verl_slurm.runs.run_record import job_by_files, last_job, with_cluster
+from verl_slurm.runs.run_record import completed, job_by_files, last_job
 from verl_slurm.slurm.facts import is_stopped, is_waiting
 from verl_slurm.slurm.slurm_client import SlurmClient
 
@@ -102,6 +103,8 @@ class Seen(msgspec.Struct, frozen=True):
     state: str = ""
     """Slurm's state."""
     detail: str = ""
+    left: str = ""
+    """As `JobState.left`."""
 
 
 def find_runs(place: Path, depth: int = _DEPTH) -> Iterator[tuple[Path, bool]]:
@@ -173,7 +176,7 @@ def glance(root: Path, history: History | None = None) -> Glance:
         root=root,
         error="" if given or paths.run_yaml.exists() else "run.yaml is gone",
         status=status,
-        job=None if job is None else with_cluster(job, status),
+        job=None if job is None else completed(job, history, status),
         word=history.word,
         last=history.last,
         is_cancelled=history.is_cancelled,
@@ -325,7 +328,7 @@ def _ask(runs: Iterable[Glance], ended: Sequence[Glance]) -> tuple[dict[Path, Se
             seen[run.root] = Seen(None, detail=elsewhere(job.slurm, here))
             continue
         # squeue lists what is not over, so a job that is missing is gone.
-        state, reason, script, where = _row(states, job)
+        state, reason, script, where, comment = _row(states, job)
         # Its number may be another job's by now, so for once `scontrol show job` is asked as well.
         if script and not runs_here(run.root, script, where):
             answer = _job_state(run)
@@ -336,16 +339,17 @@ def _ask(runs: Iterable[Glance], ended: Sequence[Glance]) -> tuple[dict[Path, Se
         if not state and hides_jobs(slurm_conf) and is_anothers(run.root):
             seen[run.root] = Seen(None, detail=HIDDEN)
             continue
-        seen[run.root] = Seen(bool(state), state, reason)
+        left = start_left(comment, job.heard_at) if is_waiting(state) else ""
+        seen[run.root] = Seen(bool(state), state, reason, left)
     return seen | _requeued(ended, states), ""
 
 
-_Rows = Mapping[int, tuple[str, str, str, str]]
+_Rows = Mapping[int, tuple[str, str, str, str, str]]
 
 
-def _row(states: _Rows, job: Submission) -> tuple[str, str, str, str]:
+def _row(states: _Rows, job: Submission) -> tuple[str, str, str, str, str]:
     number = job_number(job.job_id)
-    return states.get(-1 if number is None else number, ("", "", "", ""))
+    return states.get(-1 if number is None else number, ("", "", "", "", ""))
 
 
 def _requeued(ended: Sequence[Glance], states: _Rows) -> dict[Path, Seen]:
@@ -355,7 +359,7 @@ def _requeued(ended: Sequence[Glance], states: _Rows) -> dict[Path, Seen]:
         end = end_of_slurm_job(run)
         if run.job is None or end is None:
             continue
-        state, reason, script, where = _row(states, run.job)
+        state, reason, script, where, _ = _row(states, run.job)
         is_its = runs_here(run.root, script, where)
         # A number comes again, and a job that has ended lingers: most need no second question.
         if not state or (not is_its and (run.job.queued_by_us or not is_waiting(state))):
@@ -377,7 +381,7 @@ def _job_state(run: Glance) -> JobState:
 
 def _unnamed(root: Path, states: _Rows) -> Seen:
     """Returns what Slurm says of the newest job of a run whose journal names none."""
-    found = [job for job in states if trains(root, *states[job][2:])]
+    found = [job for job in states if trains(root, *states[job][2:4])]
     state, reason, *_ = states[max(found)] if found else ("", "")
     return Seen(bool(state), state, reason)
 

@@ -55,6 +55,8 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
     way_on: str = ""
     """How a job goes on that stands until somebody acts; empty: it does not stand still. Also in `detail`."""
+    left: str = ""
+    """What its batch script said of a start that it left, since when the journal has no news of the job."""
     since: datetime | None = None
     """When it last began to run; None: it waits, or leaves its nodes."""
     starts: datetime | None = None
@@ -119,17 +121,28 @@ def job_state(paths: RunPaths, job: Submission) -> JobState:
             told = f"it is a run's at {script.parent.parent}, which is not here; if that is this run, move it back"
             return JobState(state="UNKNOWN", over=False, detail=told)
         return JobState(state="GONE", over=True, detail=ANOTHERS)
-    waits, remedy = facts.is_waiting, way_on(facts)
+    waits, (words, stands) = facts.is_waiting, what_next(facts)
     return JobState(
         state=facts.state,
         over=facts.is_over,
         waits=waits,
-        detail="; ".join(filter(None, (facts.reason, facts.comment if waits else "", remedy))),
-        way_on=remedy,
+        detail="; ".join(filter(None, (facts.reason, facts.comment if waits else "", words))),
+        way_on=words if stands else "",
+        left=start_left(facts.comment, job.heard_at) if waits else "",
         since=None if waits or facts.is_over or facts.state == "COMPLETING" else facts.start_time,
         starts=facts.start_time if waits else None,
         ends=facts.end_time if facts.is_running else None,
     )
+
+
+def start_left(comment: str, heard_at: float | None) -> str:
+    """Returns a comment of `batch.AWAIT` in words; empty: it is none, or older than the job's newest event. Pure."""
+    said = comment.removeprefix("verl-slurm: ")
+    with suppress(ValueError):  # of another version: it is told
+        # Its minute, without a zone: by the site's clocks.
+        when = datetime.fromisoformat(said.partition(" ")[0]).timestamp()
+        said = "" if heard_at is not None and when + 60.0 <= heard_at else said
+    return f"waits for its next start, since the last one could not begin: {said}" if said else ""
 
 
 def was_requeued(ended_at: float | None, state: JobState) -> bool:
@@ -199,6 +212,20 @@ def is_script_beside(root: Path, script: str) -> bool:
     logs = Path(script).parent
     ours = _OUR_SCRIPT.fullmatch(Path(script).name) is not None and logs.name == "logs"
     return ours and not is_script_of(root, script) and _is_same_place(logs.parent.parent, root.parent)
+
+
+def what_next(facts: JobFacts) -> tuple[str, bool]:
+    """Returns what to say of how a job goes on, and whether it stands until somebody acts. May raise SlurmMissing."""
+    words = way_on(facts)
+    # Resumed by hand, a job that another one preempted would share the cores with that one.
+    if facts.state == "SUSPENDED" and resumes_jobs(asyncio.run(SlurmClient().config())):
+        return f"if another job preempted it, Slurm resumes it by itself; else an operator: {words}", False
+    return words, bool(words)
+
+
+def resumes_jobs(slurm_conf: Mapping[str, str]) -> bool:
+    """Returns whether Slurm itself suspends jobs for others, and lets them go on afterwards. Pure."""
+    return not {"SUSPEND", "GANG"}.isdisjoint(slurm_conf.get("PreemptMode", "").upper().split(","))
 
 
 def way_on(facts: JobFacts) -> str:
@@ -286,6 +313,9 @@ def _is_same_place(one: Path, other: Path) -> bool:
 def _local_state(paths: RunPaths, job: Submission) -> JobState:
     # A process number means nothing on another host.
     if job.host and job.host != socket.gethostname():
+        # That host may be gone, or be this one under a new name: a container has another at each start.
+        if job.is_cancelled:
+            return JobState(state="CANCELLED", over=True, detail=f"it was started on {job.host}")
         return JobState(state="UNKNOWN", over=False, detail=f"it was started on {job.host}: ask there")
     process = controller(paths, job)
     if process is None:
@@ -388,10 +418,14 @@ def _refuse_living_job(paths: RunPaths, history: History, job: Submission) -> No
     state = job_state(paths, job)
     # Slurm takes a moment to notice an end that the daemon has recorded already.
     if not state.over and (not ended or was_requeued(history.last_of_job[job.job_id].at, state)):
+        goes_on = f"{state.way_on}; " if state.way_on else ""
+        ends = f"`verl-slurm cancel {shell_word(paths.root)}` ends it"
+        if job.cluster == "local" and state.state == "UNKNOWN":
+            ends += f" there; if {job.host} is gone, `cancel` it here, then the same submit goes on"
+        why = state.detail.removesuffix(state.way_on).removesuffix("; ")
         raise Fenced(
             "the run has a job already",
             where=paths.root,
-            found=f"job {job.job_id}, {state.state}",
-            remedy=f"`verl-slurm watch {shell_word(paths.root)}` follows it, "
-            f"`verl-slurm cancel {shell_word(paths.root)}` ends it",
+            found=", ".join(filter(None, (f"job {job.job_id}", state.state, why))),
+            remedy=f"{goes_on}`verl-slurm watch {shell_word(paths.root)}` follows it, {ends}",
         )

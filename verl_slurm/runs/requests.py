@@ -25,7 +25,7 @@ from verl_slurm.runs.liveness import (
     leads,
     runs_here,
     unknown_jobs,
-    way_on,
+    what_next,
 )
 from verl_slurm.runs.run_record import last_job
 from verl_slurm.slurm.facts import JobFacts
@@ -73,19 +73,36 @@ def cancel_run(run: RunPaths, *, patience_s: float = _PATIENCE_S) -> str:
 def _cancel(run: RunPaths) -> str:
     try:
         job = last_job(run)
+        is_away = _is_away(run, job)
         # Before the journal: a job that is refused here must leave no word of a cancel.
-        _require_living(run, "scancel {}")
+        if not is_away:
+            _require_living(run, "scancel {}")
     except NotFound as error:
         return _cancel_unknown(run, error)
     # Before the signal: the next task of a chain starts by itself, and looks for this line.
     unsaid, chain = None if read_history(run).is_cancelled else unwritten(run, CancelAsked()), ""
     if job.cluster == "slurm":
         chain = asyncio.run(_end(run, int(job.job_id)))
+    elif is_away:
+        if unsaid is not None:  # there is nothing else to be told
+            raise unsaid
+        tell_user(
+            f"{job.host}, where the job was started, cannot be reached from here. If it is gone, so is the job, and "
+            f"`verl-slurm submit {shell_word(run.root)}` goes on. If it is not, the job goes on until then: "
+            "the same cancel there ends it"
+        )
     else:
         # The lead takes it for a cancel, as it takes what scancel sends.
         _signal_local(run, signal.SIGTERM)
     _say_unwritten(unsaid, job.job_id, chain)
     return job.job_id
+
+
+def _is_away(run: RunPaths, job: Submission) -> bool:
+    """Returns whether a local job without an end is another host's, of which nothing here can tell if it lives."""
+    if job.cluster != "local" or read_history(run).has_ended(job.job_id):
+        return False
+    return job_state(run, job).state == "UNKNOWN"
 
 
 def unwritten(run: RunPaths, event: Event) -> OSError | None:
@@ -218,7 +235,7 @@ def _not_requeued(run: RunPaths, facts: JobFacts, found: str) -> SlurmRefused:
         "the job was not requeued",
         where=facts.job_id,
         found=f"{found}; {facts.reason}" if facts.reason else found,
-        remedy=way_on(facts) or other,
+        remedy=what_next(facts)[0] or other,
     )
 
 
@@ -235,11 +252,13 @@ def _require_living(run: RunPaths, by_hand: str) -> str:
     state = job_state(run, job)
     # Its number, or its process's, is another's here.
     if state.state == "UNKNOWN":
+        again = f"`verl-slurm cancel {shell_word(run.root)}`, then `verl-slurm submit {shell_word(run.root)}`"
+        gone = f"; if {job.host} is gone: {again}" if _is_away(run, job) else ""
         raise NotFound(
             "the run's job cannot be reached from here",
             where=run.root,
             found=f"job {job.job_id}, {state.detail}",
-            remedy="its owner can do it" if state.detail == HIDDEN else "run the same command there",
+            remedy="its owner can do it" if state.detail == HIDDEN else f"run the same command there{gone}",
         )
     if not state.over or state.detail == ANOTHERS:
         _require_own(run, job, state, by_hand)

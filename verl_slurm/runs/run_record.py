@@ -19,7 +19,7 @@ from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.config.load import load_resolved, no_run
 from verl_slurm.journal.events import Cluster, Ended
 from verl_slurm.journal.files import read_history
-from verl_slurm.journal.history import Submission
+from verl_slurm.journal.history import History, Submission
 from verl_slurm.journal.status import read_status
 from verl_slurm.runtime_state.segment import HEAD_BYTES
 
@@ -102,18 +102,20 @@ def _is_slurms(script: Path) -> bool:
 
 def last_job(paths: RunPaths) -> Submission:
     """Returns the newest job of the run, whoever submitted it; NotFound: there was none."""
-    found = read_history(paths).job or job_by_files(paths)
+    history = read_history(paths)
+    found = history.job or job_by_files(paths)
     if found is None:
         raise NotFound(
             "the run has no job yet",
             where=paths.root,
             remedy=f"verl-slurm submit {shell_word(paths.root)}",
         )
-    return with_cluster(found, read_status(paths))
+    return completed(found, history, read_status(paths))
 
 
-def with_cluster(job: Submission, status: Mapping[str, Any]) -> Submission:
-    """Returns the job with its Slurm cluster's name, which may be in the snapshot alone."""
+def completed(job: Submission, history: History, status: Mapping[str, Any]) -> Submission:
+    """Returns the job with a cancel of it, and its Slurm cluster's name, which may be in the snapshot alone."""
+    job = msgspec.structs.replace(job, is_cancelled=history.is_cancelled)
     if job.slurm or status.get("job_id") != job.job_id:
         return job
     return msgspec.structs.replace(job, slurm=str(status.get("slurm") or ""))

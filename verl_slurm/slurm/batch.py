@@ -24,7 +24,7 @@ from verl_slurm.wire.environment import CONTROL_VARIABLE, DEVCLUSTER_VARIABLE, S
 # since Slurm runs a copy of a script, beside which nothing lies.
 AWAIT = """\
 verl_slurm_await() { # until this command succeeds: its file system may come late
-    local tries said later='' how=requeue
+    local tries said later='' how=requeue job='' answer='' asked='' taken=''
     for ((tries = 0; tries < 60; tries++)); do
         if said=$("$@" 2>&1); then return; fi
         ((tries)) || echo "verl-slurm: $* fails on $HOSTNAME: waits a minute for its file system: ${said##*$'\\n'}"
@@ -32,8 +32,17 @@ verl_slurm_await() { # until this command succeeds: its file system may come lat
     done
     # After 24 starts a person has to look.
     ((${SLURM_RESTART_COUNT:-0} % 24 < 23)) || how=requeuehold
-    # A job that is cancelled would be revived.
-    if [[ $(scontrol -o show job "$SLURM_JOB_ID") == *" JobState=RUNNING "* ]] && scontrol $how "$SLURM_JOB_ID"; then
+    # For five minutes a slurmctld that is busy, or starts again, ends no job.
+    for ((tries = 0; tries < 60; tries++)); do
+        ((tries == 0)) || sleep 5
+        job=$(scontrol -o show job "$SLURM_JOB_ID") || continue
+        # A job that is cancelled would be revived. One that we asked about before was requeued, its answer lost.
+        [[ $job =~ \\ JobState=(RUNNING|SIGNALING|RESIZING|STOPPED)\\  ]] || { taken=$asked && break; }
+        if answer=$(scontrol $how "$SLURM_JOB_ID" 2>&1); then taken=yes && break; fi
+        [[ $answer != *disabled* ]] || break # --no-requeue
+        asked=yes
+    done
+    if [[ $taken ]]; then
         [[ $how == requeuehold ]] || later=StartTime=now+600
         # `verl-slurm status` shows it: the log may lie where nothing can be written.
         scontrol update JobId="$SLURM_JOB_ID" ${later:+"$later"} \\
@@ -41,7 +50,7 @@ verl_slurm_await() { # until this command succeeds: its file system may come lat
         echo "verl-slurm: $* still fails: $how; if the job is held: scontrol release $SLURM_JOB_ID"
         exit 25
     fi
-    echo "verl-slurm: $* still fails, and Slurm takes no requeue: verl-slurm submit RUN goes on with the run"
+    echo "verl-slurm: $* still fails, and Slurm takes no requeue${answer:+ ($answer)}: verl-slurm submit RUN goes on"
     exit 127
 }"""
 """The shell's function that waits a minute for a program, and asks for another start if it does not come."""

@@ -94,7 +94,13 @@ def list_states(users: Iterable[int]) -> list[str]:
     """Lists one line for each unfinished job of these users (uids): `parse.parse_states` reads it."""
     listed = ",".join(str(int(user)) for user in sorted(users))
     # By user: one question for all runs, however many there are.
-    return ["squeue", "--all", "--noheader", f"--user={listed}", f"--format=%A|%T|%r|%o{WORK_DIR}%Z"]
+    return [
+        "squeue",
+        "--all",
+        "--noheader",
+        f"--user={listed}",
+        f"--format=%A|%T|%r|%o{WORK_DIR}%Z{WORK_DIR}%k",
+    ]
 
 
 def list_past_jobs(partition: str, days: int) -> list[str]:

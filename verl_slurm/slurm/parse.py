@@ -62,23 +62,29 @@ def parse_dependencies(text: str) -> list[tuple[int, str, str]]:
     ]
 
 
-def parse_states(text: str) -> dict[int, tuple[str, str, str, str]]:
-    """Parses lines of `commands.list_states`: number to (state, reason, command, working directory).
+def parse_states(text: str) -> dict[int, tuple[str, str, str, str, str]]:
+    """Parses lines of `commands.list_states`: number to (state, reason, command, working directory, comment).
 
-    A reason of None is empty.
+    A reason of None is empty, and so is a comment that is not a batch script's (`JobFacts.comment`).
     """
-    found: dict[int, tuple[str, str, str, str]] = {}
+    found: dict[int, tuple[str, str, str, str, str]] = {}
     for line in text.splitlines():
         number, _, rest = line.strip().partition("|")
         state, _, rest = rest.partition("|")
         rest, _, where = rest.partition(WORK_DIR)
+        where, _, comment = where.partition(WORK_DIR)
         # The script's path is absolute, and both may contain the separator. Other jobs than batch jobs have none.
         reason, slash, script = rest.partition("|/")
         if not slash and reason.endswith("|(null)"):
             reason, slash, script = reason.removesuffix("|(null)"), "|", "(null)"
         if number.isascii() and number.isdigit() and state:
-            found[int(number)] = (state, "" if reason in _NOTHING else reason, slash[1:] + script, where)
+            reason = "" if reason in _NOTHING else reason
+            found[int(number)] = (state, reason, slash[1:] + script, where, _of_a_script(comment))
     return found
+
+
+def _of_a_script(comment: str) -> str:
+    return comment if comment.startswith("verl-slurm: ") else ""
 
 
 def parse_seconds(text: str) -> int | None:
@@ -185,7 +191,7 @@ def _job(fields: dict[str, str]) -> JobFacts:
         num_nodes=int(fields["NumNodes"].partition("-")[0]),
         user_id=int(user[1]),
         # Other words there are the user's, or the site's.
-        comment=said if (said := fields.get("Comment", "")).startswith("verl-slurm: ") else "",
+        comment=_of_a_script(fields.get("Comment", "")),
         command=_optional(fields.get("Command", "")),
         work_dir=_optional(fields.get("WorkDir", "")),
         excluded=_optional(fields.get("ExcNodeList", "")),

@@ -219,8 +219,8 @@ class SlurmClient:
         text = await self._ask(commands.list_dependencies(), "Slurm does not list jobs", None)
         return parse.parse_dependencies(text)
 
-    async def states(self, users: Iterable[int]) -> dict[int, tuple[str, str, str, str]]:
-        """Returns (state, reason, command, working directory) of each unfinished job of these users (uids).
+    async def states(self, users: Iterable[int]) -> dict[int, tuple[str, str, str, str, str]]:
+        """Returns (state, reason, command, working directory, comment) of each unfinished job of these users (uids).
 
         Raises SlurmMissing.
         """

@@ -210,7 +210,7 @@ def _facts(run: RunPaths, history: History) -> dict[str, Any]:
     facts = told_facts(seen, requeued)
     if answer is not None and answer.over and not is_over(seen) and not unknown:
         facts["ended"] = (
-            "cancelled by its user before it started"
+            "cancelled by its user" + " before it started" * isinstance(seen.word, Submitted)
             if seen.is_cancelled
             else _over_words(run, facts["ended"], answer)
         )
@@ -451,6 +451,8 @@ def list_runs(place: Path, states: tuple[str, ...], as_json: bool) -> None:
         requeued = requeue_after_end(run, seen.get(run.root))
         for text in (*run.foreign, *([requeued] if requeued else ())):
             render.warning(text)
+        if run.job is not None and (answer := seen.get(run.root)) is not None and answer.left:
+            render.warning(f"{run.root.name}: job {run.job.job_id} {answer.left}")
 
 
 def runs_table(told: Sequence[tuple[Glance, str]], place: Path) -> dict[str, list[str]]:
