@@ -156,8 +156,7 @@ def test_data_of_which_a_part_is_missing_is_refused_unless_it_is_known(tmp_path:
     with pytest.raises(DataError, match=r"shards of the data are missing.*found no train-00001-of-00002"):
         check_data(config, key)
     # A run that has trained on it could not go on with more.
-    _, notes = check_data(config, key, begun=True)
-    assert "shards of the data are missing: no train-00001" in notes[0]
+    assert "shards of the data are missing: no train-00001" in check_data(config, key, begun=True).notes[0]
     files = key.replace("root", "files").removeprefix("data.")
     config = run_config(root=str(tmp_path), eval_root=str(tmp_path), **{files: "train-0000?-of-00002.jsonl"})
     assert "shards of the data are missing" in check_data(config, key)[1][0]

@@ -24,6 +24,7 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.cli.__main__ import main
 from verl_slurm.config.schema import DataConfig
 from verl_slurm.dataset.prompts.directory import prompts_below
+from verl_slurm.trainer.data import read_sides
 
 pytestmark = pytest.mark.slow
 
@@ -160,8 +161,8 @@ def test_conversations_and_nested_answers_as_verl_writes_them_are_read(
 
 @pytest.mark.scenario("USE08")
 def test_files_and_limit_say_which_rows_train(tmp_path: Path, submit: Submit) -> None:
-    for split in ("train", "test"):
-        parquet(tmp_path / "data" / "data" / f"{split}-00000-of-00001.parquet")
+    for split, rows in (("train", ROWS), ("test", [{"prompt": "9+1=", "answer": "10"}])):
+        parquet(tmp_path / "data" / "data" / f"{split}-00000-of-00001.parquet", rows)
     code, said = submit()
     assert code == ExitCode.DATA
     assert "several splits" in said
@@ -173,6 +174,51 @@ def test_files_and_limit_say_which_rows_train(tmp_path: Path, submit: Submit) ->
     assert (code, "held out " in said) == (ExitCode.OK, True), said
     for pattern in ("../other/*.jsonl", "/etc/*.json", "a//b"):
         assert submit(f"data.files={pattern}")[0] == ExitCode.CONFIG
+
+
+def chat_of(rows: list[Any]) -> list[Any]:
+    return [row | {"prompt": [{"role": "user", "content": f"  {row['prompt']} "}]} for row in rows]
+
+
+FRACTION = "data.eval_fraction=0.5"
+APART = ("data.eval_root=data", "data.files=train.jsonl")
+
+
+@pytest.mark.parametrize("kind", [list, chat_of], ids=["texts", "conversations"])
+def test_a_split_that_both_roots_leave_a_side_of_empty_is_refused_before_the_queue(
+    tmp_path: Path, submit: Submit, kind: Callable[[list[Any]], list[Any]]
+) -> None:
+    (tmp_path / "chat.jinja").write_text("{% for m in messages %}{{ m['content'] | trim }}{% endfor %}")
+    chat = "data.chat_template=chat.jinja"
+    jsonl(tmp_path / "data" / "train.jsonl", kind(ROWS))
+    jsonl(tmp_path / "data" / "test.jsonl", kind([*ROWS[:2], ROWS[0], {"prompt": "9+1=", "answer": "10"}]))
+    code, said = submit(*APART, "data.eval_files=*.jsonl", chat)
+    assert code == ExitCode.DATA
+    assert "the split leaves one side empty" in said
+    assert "found 0 prompts to train on, 9 held out" in said
+    assert "set data.eval_files or data.eval_root" in said
+    code, said = submit(*APART, "data.eval_files=test.jsonl", chat)
+    assert (code, "; 3 train, 2 are held out" in said) == (ExitCode.OK, True), said
+    # As the ranks: a row behind the limit never trains.
+    code, said = submit(*APART, "data.eval_files=test.jsonl", "data.limit=2", chat)
+    assert (code, "0 prompts to train on, 4 held out" in said) == (ExitCode.DATA, True), said
+
+
+def test_a_fraction_that_leaves_a_side_empty_is_refused_and_its_prompts_are_counted(
+    tmp_path: Path, submit: Submit
+) -> None:
+    jsonl(tmp_path / "data" / "train.jsonl")
+    code, said = submit("data.eval_fraction=1e-9")
+    assert (code, "5 prompts to train on, 0 held out" in said) == (ExitCode.DATA, True), said
+    train, held_out = read_sides(tmp_path / "data", DataConfig(eval_fraction=0.5))
+    code, said = submit(FRACTION)
+    counts = f"; {len(train)} train, {len(held_out)} are held out"
+    assert (code, counts in said) == (ExitCode.OK, True), said
+    # The text that decides has the tokenizer's special tokens, which are not known here.
+    jsonl(tmp_path / "data" / "train.jsonl", chat_of(ROWS))
+    (tmp_path / "chat.jinja").write_text("{{ messages[0]['content'] }}")
+    code, said = submit(FRACTION, "data.chat_template=chat.jinja")
+    assert (code, "the ranks find which of them are held out" in said) == (ExitCode.OK, True), said
 
 
 WRONG: dict[str, tuple[Callable[[Path], object], str]] = {

@@ -34,6 +34,7 @@ from verl_slurm.config.load import load_resolved
 from verl_slurm.config.schema import BUILTIN, RunConfig
 from verl_slurm.containers.image import pin_image
 from verl_slurm.containers.runtimes import agents_inside, mounts
+from verl_slurm.dataset.prompts.look import PromptsLook
 from verl_slurm.journal.files import read_history
 from verl_slurm.program.programs import Moves
 from verl_slurm.runs.liveness import refuse_living
@@ -42,7 +43,7 @@ from verl_slurm.slurm.batch import asked_partition
 from verl_slurm.submit.checks import model_files, run_directory, slurm_answers
 from verl_slurm.submit.checks.code_trees import CodeChoice, TreesRead, plan_code
 from verl_slurm.submit.checks.model_and_reward import built_before, check_guest, check_names, check_reward
-from verl_slurm.submit.checks.prompt_data import check_data
+from verl_slurm.submit.checks.prompt_data import check_data, check_sides
 from verl_slurm.submit.checks.ranks_environment import check_rank_environment
 from verl_slurm.submit.checks.resume_point import (
     check_frozen_inputs,
@@ -232,18 +233,21 @@ def _inputs(draft: Draft) -> list[Finding]:
     check_engine(config, config.model.path, said)
     model_files.check_model_shape(config.distributed, config.model.path, said)
     notes = check_reward(config.model.reward, config)
-    taken = [("model", config.model.path)]
+    taken, looks = {"model": config.model.path}, dict[str, PromptsLook]()
     for name, key, root in (
         ("data", "data.root", config.data.root),
         ("held out", "data.eval_root", config.data.eval_root),
     ):
         if root is None:
             continue
-        # Built-in data may not be there yet, and needs no check.
-        text, said_of_data = (root, []) if root.startswith(BUILTIN) else check_data(config, key, begun=begun)
-        taken.append((name, text))
+        if root.startswith(BUILTIN):  # it may not be there yet, and needs no check
+            taken[name] = root
+            continue
+        taken[name], said_of_data, looks[key] = check_data(config, key, begun=begun)
         notes += said_of_data
-    draft.plan.inputs = [*taken, ("reward", config.model.reward)]
+    if "data.root" in looks:
+        taken["data"] += check_sides(config, looks["data.root"], looks.get("data.eval_root"))
+    draft.plan.inputs = [*taken.items(), ("reward", config.model.reward)]
     notes += model_files.check_family(draft.config)
     return [*(good(f"{name} {text}") for name, text in draft.plan.inputs), *map(warn, notes)]
 

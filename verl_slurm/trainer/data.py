@@ -8,7 +8,6 @@ The prompt's text alone decides on which side of the division it is, the same on
 seed. A held-out prompt never trains, evaluated or not.
 """
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -18,7 +17,6 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from verl_slurm.base.errors import DataError
-from verl_slurm.base.one_line import counted
 from verl_slurm.config.schema import DataConfig
 from verl_slurm.dataset.prompts.chat_template import (
     no_conversations,
@@ -28,8 +26,8 @@ from verl_slurm.dataset.prompts.chat_template import (
     template_refuses,
     tokens_of,
 )
-from verl_slurm.dataset.prompts.directory import Content, prompts_below
-from verl_slurm.dataset.prompts.rows import Prompt
+from verl_slurm.dataset.prompts.directory import Content, prompts_below, refuse_empty_side
+from verl_slurm.dataset.prompts.rows import Prompt, is_held_out, number_of
 from verl_slurm.trainer.objective.counter_rng import Purpose, permutation
 
 
@@ -85,8 +83,7 @@ Sides = tuple[list[Row], list[Row]]
 def split_by_digest(rows: Sequence[Row], fraction: float) -> Sides:
     """Holds out about `fraction` (0 to 1) of the different prompts."""
     # By the text of the prompt: an added line moves no other one, and a doubled prompt is on one side both times.
-    limit = fraction * 2.0**64
-    chosen = {prompt for prompt, _ in rows if _number(prompt) < limit}
+    chosen = {prompt for prompt, _ in rows if is_held_out(number_of(prompt), fraction)}
     return [row for row in rows if row[0] not in chosen], [row for row in rows if row[0] in chosen]
 
 
@@ -100,12 +97,7 @@ def first_by_digest(rows: Sequence[Row], most: int) -> list[Row]:
     """Returns at most `most` different prompts, in the order of their digests."""
     # By the digest, not by the file's order: a sorted file would be evaluated on its beginning.
     different = {prompt: (prompt, answer) for prompt, answer in reversed(rows)}  # the first of each stays
-    return sorted(different.values(), key=lambda row: (_number(row[0]), row[0]))[:most]
-
-
-def _number(prompt: str) -> int:
-    """Returns the first 64 bits of the text's SHA-256."""
-    return int.from_bytes(hashlib.sha256(prompt.encode("utf-8", "surrogatepass")).digest()[:8], "big")
+    return sorted(different.values(), key=lambda row: (number_of(row[0]), row[0]))[:most]
 
 
 Batch = dict[str, torch.Tensor]
@@ -212,14 +204,7 @@ def read_sides(
     else:
         # Without a split nothing is held out, and no prompt is missing from the training.
         return rows, []
-    if not train or not held_out:
-        raise DataError(
-            "the split leaves one side empty",
-            where=root,
-            found=f"{counted(len(train), 'prompt')} to train on, {len(held_out)} held out",
-            expected="at least one on both sides",
-            remedy="set data.eval_fraction or data.eval_root",
-        )
+    refuse_empty_side(root, config, len(train), len(held_out))
     return train, held_out
 
 

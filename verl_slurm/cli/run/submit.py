@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 import msgspec
 
-from verl_slurm.base.errors import ConfigError, VerlSlurmError
+from verl_slurm.base.errors import ConfigError, Fenced, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import RunPaths
@@ -22,6 +22,7 @@ from verl_slurm.cli.show import render
 from verl_slurm.config.load import load
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dataset.fingerprint.data_record import Drift
+from verl_slurm.runs.liveness import queued_jobs
 from verl_slurm.slurm.batch import batch_script, sbatch_options
 from verl_slurm.slurm.runner import telling
 from verl_slurm.submit.checks.code_trees import TreesRead
@@ -306,11 +307,14 @@ def submit_sweep(
     dry_run: bool,
     as_json: bool,
 ) -> int:
-    """Checks all runs, then queues them one after the other; each waits for the end of the one `at_once` before it."""
+    """Checks all runs, then queues them one after the other; each waits for the end of the one `at_once` before it.
+
+    Runs that live or are done are left alone, and those that live count for `at_once`.
+    """
     from verl_slurm.submit.submission import carry_out
 
     runs = swept_runs(words)
-    plans = _plans(config, runs, verl, cluster, dry_run=dry_run)
+    plans, living = _plans(config, runs, verl, cluster, dry_run=dry_run)
     for note in dict.fromkeys(note for plan in plans for note in plan.notes):
         render.warning(note)
     if dry_run:
@@ -320,16 +324,19 @@ def submit_sweep(
         render.answer(rows, *(row["run_dir"] for row in rows), as_json=as_json)
         return ExitCode.OK
     told: list[dict[str, object]] = []
-    jobs: list[str] = []
-    for number, plan in enumerate(plans):
-        after = jobs[number - at_once] if at_once is not None and number >= at_once else ""
+    # The newest of each, as a run's own successor waits for its job.
+    jobs = [job for run in living for job in queued_jobs(run)[-1:]] if at_once is not None else []
+    for plan in plans:
+        after = jobs[-at_once] if at_once is not None and len(jobs) >= at_once else ""
         try:
             with telling(render.warning):
                 done = carry_out(plan, after=after)
         except (VerlSlurmError, KeyboardInterrupt):
             # Those before the refused, or interrupted, one are queued.
-            queued = f"{len(jobs)} of {counted(len(plans), 'run')} queued"
-            render.warning(f"{queued}: jobs {', '.join(jobs)}" if jobs else queued)
+            queued = f"{len(told)} of {counted(len(plans), 'run')} queued"
+            if told:
+                queued += f": jobs {', '.join(str(row['job_id']) for row in told)}"
+            render.warning(f"{queued}; the same line queues the rest")
             raise
         jobs.append(done.job_id or "")
         told.append({"run_dir": done.run_dir, "job_id": done.job_id, "after": after or None})
@@ -356,12 +363,14 @@ def _plans(
     cluster: Literal["auto", "slurm", "local"],
     *,
     dry_run: bool,
-) -> list[SubmissionPlan]:
+) -> tuple[list[SubmissionPlan], list[RunPaths]]:
+    """Returns the runs that have something to do, and those that live."""
     from verl_slurm.submit.submission import plan_submission
 
     plans: list[SubmissionPlan] = []
+    living: list[RunPaths] = []
     trees: TreesRead = {}  # read once, so that all runs have the same code
-    for number, run in enumerate(runs):
+    for run in runs:
         written = load(config, run.words, verl, complete=True)
         # Below the directory that the configuration names: so they are a group to `list` and `watch`.
         above = Path(written.run_dir.replace("{name}", written.name))
@@ -375,18 +384,32 @@ def _plans(
         name = f"{written.name}-{run.label}"[:64]
         own = [f"name={name}", f"run_dir={above / run.label}"]
         words = [*run.words, *own]
-        plan = plan_submission(config, words, verl=verl, cluster=cluster, trees=trees, dry_run=dry_run)
+        try:
+            plan = plan_submission(config, words, verl=verl, cluster=cluster, trees=trees, dry_run=dry_run)
+        except Fenced as error:
+            if error.others:  # the run could not go on as it is asked to, if it did not live
+                raise
+            render.warning(f"not queued: {error.one_line()}")
+            living.append(RunPaths(above / run.label))
+            continue
         if plan.done:
             render.warning(f"{plan.run_dir} is not queued: {plan.done}")
         else:
             plans.append(plan)
-        if number == 0 and plan.cluster != "slurm":
+        if plan.cluster != "slurm":
             raise ConfigError(
                 "a sweep needs Slurm",
                 where="--sweep",
                 found="this machine alone, which would train all runs at the same time",
                 remedy="submit them one by one with --cluster local --wait",
             )
+    if not plans and living:
+        folder = living[0].root.parent
+        raise Fenced(
+            "each run of the sweep that is not done has a job already",
+            where=folder,
+            remedy=f"`verl-slurm watch {shell_word(folder)}` follows them",
+        )
     if not plans:
         raise ConfigError("nothing is left to do in any run of the sweep", remedy="raise train.steps")
-    return plans
+    return plans, living

@@ -98,6 +98,22 @@ def no_rows(root: Path, num_files: int, key: str) -> DataError:
     )
 
 
+def refuse_empty_side(root: Path, config: DataConfig, train: int, held_out: int) -> None:
+    """Raises DataError if no prompt is left to train on, or none is held out."""
+    if train and held_out:
+        return
+    remedy = "set data.eval_fraction or data.eval_root"
+    if config.eval_root is not None:
+        remedy = "set data.eval_files or data.eval_root to prompts that need not train"
+    raise DataError(
+        "the split leaves one side empty",
+        where=root,
+        found=f"{counted(train, 'prompt')} to train on, {held_out} held out",
+        expected="at least one on both sides",
+        remedy=remedy,
+    )
+
+
 def _pattern(config: DataConfig, key: str) -> str | None:
     return config.files if key == "data.root" else config.eval_files
 

@@ -30,6 +30,7 @@ from verl_slurm.dataset.prompts.rows import (
     Messages,
     MissingValue,
     found_at,
+    number_of,
     prompts_of,
     reads_missing,
     refuse_halves,
@@ -40,6 +41,7 @@ _AT_LEAST_ROWS = 2000
 """Rows that are examined however slow the machine is."""
 _TEXTS_AT_ONCE = 1000
 MOST_TEXTS = 1000
+_MOST_NUMBERS = 1 << 18
 
 
 class PromptsRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -79,6 +81,9 @@ class PromptsLook(msgspec.Struct, frozen=True, kw_only=True):
     """Answers that read like a missing value, e.g. `nan`."""
     first_doubtful: str = ""
     """Place and text of the first of them."""
+    numbers: list[int] | None = None
+    """`number_of` each row's prompt, of a conversation as it is rendered here; None: no side is asked for, or not all
+    are known."""
     begin: str = ""
     """The token that the tokenizer puts before each prompt that is text."""
 
@@ -130,6 +135,7 @@ def look_at(wanted: PromptsRequest) -> PromptsLook:
     until = time.monotonic() + wanted.seconds
     rows, whole, conversations = 0, True, False
     missing, doubtful, first_doubtful = _Missing(), 0, ""
+    numbers, has_sides = list[int](), bool(config.eval_root is not None or config.eval_fraction)
     for name in files:
         # Rows behind `data.limit` never train, so nothing is asked of them.
         if rows == limit:
@@ -143,6 +149,7 @@ def look_at(wanted: PromptsRequest) -> PromptsLook:
                     if reads_missing(answer):
                         doubtful += 1
                         first_doubtful = first_doubtful or f"{where}: {answer!r}"
+                    text = prompt if isinstance(prompt, str) else None
                     if isinstance(prompt, str):
                         lengths.add(where, prompt)
                     elif config.chat_template == "none":
@@ -153,7 +160,9 @@ def look_at(wanted: PromptsRequest) -> PromptsLook:
                         # Their length is not measured: that needs the special tokens, and so transformers.
                         conversations = True
                         if render is not None:
-                            _require_rendered(render, where, prompt)
+                            text = _rendered(render, where, prompt)
+                    if has_sides and text is not None and rows <= _MOST_NUMBERS:
+                        numbers.append(number_of(text))
                     if rows == limit:
                         break
                     # After the first row of each file, so that each file is examined.
@@ -187,13 +196,14 @@ def look_at(wanted: PromptsRequest) -> PromptsLook:
         longest=lengths.longest,
         doubtful=doubtful,
         first_doubtful=first_doubtful,
+        numbers=numbers if has_sides and whole and len(numbers) == rows else None,
         begin=begin.tokens[0] if begin is not None and lengths.any else "",
     )
 
 
-def _require_rendered(render: Callable[[Messages], str], where: str, prompt: Messages) -> None:
+def _rendered(render: Callable[[Messages], str], where: str, prompt: Messages) -> str:
     try:
-        render(prompt)
+        return render(prompt)
     except Exception as error:
         if not refuses(error):
             raise

@@ -14,6 +14,7 @@ template and no journal takes.
 """
 
 import ast
+import hashlib
 import json
 import re
 import unicodedata
@@ -54,6 +55,16 @@ class MissingValue(DataError):
     """A row without its prompt or its answer."""
 
     key = ""
+
+
+def number_of(text: str) -> int:
+    """Returns the first 64 bits of the SHA-256 of a prompt's text, as the policy sees it."""
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big")
+
+
+def is_held_out(number: int, fraction: float) -> bool:
+    """Returns whether `data.eval_fraction` holds out the prompts of this `number_of`."""
+    return number < fraction * 2.0**64
 
 
 def reads_missing(text: str) -> bool:

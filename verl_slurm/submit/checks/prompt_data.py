@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -25,8 +25,9 @@ from verl_slurm.dataset.prompts.choice import (
     takes,
     unfinished_downloads,
 )
-from verl_slurm.dataset.prompts.directory import data_files, names_below
+from verl_slurm.dataset.prompts.directory import data_files, names_below, refuse_empty_side
 from verl_slurm.dataset.prompts.look import PromptsLook, PromptsRequest, Rows, WantedRows
+from verl_slurm.dataset.prompts.rows import is_held_out
 from verl_slurm.submit.checks.model_files import refuse_pointers
 
 _TIMEOUT_S = 120.0
@@ -45,13 +46,20 @@ class _Answer(msgspec.Struct, frozen=True):
     error: dict[str, str | None] | None = None
 
 
-def check_data(config: RunConfig, key: str = "data.root", *, begun: bool = False) -> tuple[str, list[str]]:
+class DataSeen(NamedTuple):
+    """The data of a root, as far as it was read."""
+
+    text: str
+    """Describes it in one line."""
+    notes: list[str]
+    """For the user."""
+    look: PromptsLook
+
+
+def check_data(config: RunConfig, key: str = "data.root", *, begun: bool = False) -> DataSeen:
     """Reads `data.root` or `data.eval_root` (`key`), paths absolute: every row, as far as two seconds reach.
 
     `begun`: the run has trained on this data, and can only go on with it: what is missing is a note.
-
-    Returns:
-        A description of the data, and notes for the user.
 
     Raises:
         DataError: missing, empty, unreadable or of another form, with file and row.
@@ -100,7 +108,34 @@ def check_data(config: RunConfig, key: str = "data.root", *, begun: bool = False
     elif not found.measured and not config.model.path.startswith(BUILTIN):
         taken = "" if found.rendered else "the chat template takes each, and that "
         text += f"; the ranks check that {taken}none has more than {data.max_prompt_tokens} tokens"
-    return text, notes
+    return DataSeen(text, notes, found)
+
+
+def check_sides(config: RunConfig, root: PromptsLook, held_out: PromptsLook | None) -> str:
+    """Returns how many prompts of `data.root` train, for its description; empty: all of them.
+
+    `held_out`: the look at `data.eval_root`; None: there is none, or a built-in one.
+
+    Raises:
+        DataError: nothing would train, or nothing is held out.
+    """
+    data = config.data
+    if data.eval_root is not None:
+        # A conversation is never compared with a text, which may have the special tokens.
+        alike = held_out is not None and held_out.conversations is root.conversations
+        known = held_out.numbers if held_out and alike else None
+        chosen = None if known is None else set(known)
+    elif data.eval_fraction:
+        # By the very text: of a rendered conversation, the special tokens are not known here.
+        known = None if root.conversations else root.numbers
+        chosen = None if known is None else {one for one in known if is_held_out(one, data.eval_fraction)}
+    else:
+        return ""
+    if chosen is None or root.numbers is None:
+        return "; the ranks find which of them are held out"
+    train = sum(one not in chosen for one in root.numbers)
+    refuse_empty_side(Path(data.root), data, train, root.rows - train if held_out is None else held_out.rows)
+    return "" if train == root.rows else f"; {train} train, {root.rows - train} are held out"
 
 
 def refuse_partial(
