@@ -438,7 +438,10 @@ def test_a_silent_slurm_does_not_tell_where_the_lead_is_and_is_asked_again(
     slurm, said = Slurm(), []
     mine = in_job_37(slurm, tmp_path, monkeypatch)
     monkeypatch.setattr(attempt_start, "IN_PLACE_S", (0.0,))
-    asked = attempt_start.patiently(mine.address, lambda: False, lambda error, pause: said.append(str(error)))
+    calls = attempt_start.Calls(mine.cause)
+    asked = attempt_start.patiently(
+        mine.address, calls.are_final, lambda error, pause: said.append(str(error))
+    )
     assert asyncio.run(asked) == "10.0.0.1"
     assert said == [str(SILENCE)]
     assert asyncio.run(mine.address()) == "10.0.0.1"

@@ -138,11 +138,14 @@ class Effects:
                 raise OSError(found.detail)
             return found
 
+        async def left() -> bool:
+            return attempt.exit is not None
+
         def say(error: Exception, pause_s: float) -> None:
             attempt.journal.write(ev.Warned("storage", f"{error}: read again in {pause_s:.0f} s"))
 
         try:
-            found = await patiently(readable, lambda: attempt.exit is not None, say)
+            found = await patiently(readable, left, say)
         except OSError as error:
             found = ReadBack(False, str(error), unreadable=True)
         # The nodes may hold a whole second copy: it is fetched before the policy hears that the save is lost.
