@@ -438,7 +438,10 @@ def test_a_silent_slurm_does_not_tell_where_the_lead_is_and_is_asked_again(
     slurm, said = Slurm(), []
     mine = in_job_37(slurm, tmp_path, monkeypatch)
     monkeypatch.setattr(attempt_start, "IN_PLACE_S", (0.0,))
-    asked = attempt_start.patiently(mine.address, lambda: False, lambda error, pause: said.append(str(error)))
+    calls = attempt_start.Calls(mine.cause)
+    asked = attempt_start.patiently(
+        mine.address, calls.are_final, lambda error, pause: said.append(str(error))
+    )
     assert asyncio.run(asked) == "10.0.0.1"
     assert said == [str(SILENCE)]
     assert asyncio.run(mine.address()) == "10.0.0.1"
@@ -470,6 +473,21 @@ def test_a_wish_for_a_requeue_is_kept_while_slurm_says_nothing(
 ) -> None:
     mine = in_job_37(_Slurm(SILENCE), tmp_path, monkeypatch)
     assert asyncio.run(mine.cause(signal)).kind == kind
+
+
+@pytest.mark.scenario("FLT-B")
+def test_the_question_after_a_silence_finds_the_preemption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slurm(_Slurm):
+        async def job(self, job_id: int) -> object:
+            await super().job(job_id)
+            return parse_job((GOLDEN.parent / "preempted_in_grace.txt").read_text(), 1)
+
+    monkeypatch.setattr(slurm_allocation, "ASK_EVERY_S", 0.0)
+    mine = in_job_37(Slurm(SILENCE, "RUNNING"), tmp_path, monkeypatch)
+    told = [asyncio.run(mine.cause("SIGTERM to node n1")).kind for _ in range(2)]
+    assert told == ["unknown", "preemption"]
 
 
 def test_a_job_with_fewer_nodes_than_the_run_needs_waits_for_a_person(

@@ -319,6 +319,32 @@ def test_a_deadline_counts_from_when_it_was_set_however_long_it_takes_to_write_t
     assert asyncio.run(story()) == [inputs.SaveDeadline()]
 
 
+@pytest.mark.parametrize("trigger", ["SIGUSR1 to lead", "SIGTERM to node n1"])
+def test_a_slurm_that_did_not_say_why_a_signal_came_is_asked_until_it_does(
+    trigger: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_ASK_AGAIN_S", 0.0)
+    signal, _, where = trigger.partition(" to ")
+
+    async def story() -> list[inputs.Input]:
+        allocation = ScriptedAllocation()
+        allocation.causes = ["unknown", "preemption"]
+        effects, posted = effects_of(tmp_path, allocation)
+        effects.perform(act.AskCause(trigger))
+        told = [await posted.get(), await posted.get()]
+        effects.perform(act.AskCause(trigger))
+        told.append(await posted.get())
+        await asyncio.sleep(0)
+        assert posted.empty(), "it is known"
+        return told
+
+    assert asyncio.run(story()) == [
+        inputs.CauseKnown("unknown", trigger, None),
+        inputs.SignalArrived(signal, where, again=True),
+        inputs.CauseKnown("preemption", trigger, None),
+    ]
+
+
 def test_an_effect_that_breaks_ends_the_lead_with_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,12 +4,14 @@ import asyncio
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from verl_slurm_daemon.allocation.contract import Outlook
 from verl_slurm_daemon.allocation.local import LocalAllocation
+from verl_slurm_daemon.decide.inputs import CauseKnown
 from verl_slurm_daemon.lead import attempt_start, lead_loop, tier_child
 from verl_slurm_daemon.lead.lead_loop import Lead
 
@@ -25,6 +27,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.commit import commit
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dataset.fingerprint.data_record import check_dataset
+from verl_slurm.journal.causes import CauseKind
 from verl_slurm.journal.events import StartOverruled
 from verl_slurm.journal.history import History
 
@@ -74,6 +77,78 @@ def test_a_start_time_in_the_journal_that_is_none_keeps_no_attempt_from_its_star
     config = RunConfig()
     lead = Lead(paths, config, OfAJournalWithAnything(config, paths))
     assert asyncio.run(lead.run()) is ExitCode.CANCELLED
+
+
+class OfASlowLook(OfACancelledJob):
+    """A signal comes during the look at the start, which ends once Slurm has given each of `answers`, if it may."""
+
+    def __init__(self, config: RunConfig, paths: RunPaths, answers: list[CauseKind]) -> None:
+        super().__init__(config, paths)
+        self._answers, self._all_given = answers, asyncio.Event()
+        self._ends = answers[-1] in ("operator", "suspended")
+
+    async def cause(self, trigger: str) -> CauseKnown:
+        kind = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        if self._ends and len(self._answers) == 1:
+            self._all_given.set()
+        return CauseKnown(kind, trigger, None)
+
+    async def cancelled_before(self) -> str:
+        signal.raise_signal(signal.SIGUSR1)
+        await self._all_given.wait()
+        return await super().cancelled_before()
+
+
+@pytest.mark.parametrize(
+    ("answers", "code"),
+    [
+        (["operator", "none", "operator"], ExitCode.CANCELLED),
+        (["suspended", "none", "suspended"], ExitCode.CANCELLED),
+        (["unknown", "none", "operator"], ExitCode.CANCELLED),
+        (["preemption"], ExitCode.REQUEUED),
+        (["unknown", "preemption"], ExitCode.REQUEUED),
+    ],
+)
+def test_a_slow_look_at_the_start_is_given_up_for_what_slurm_confirms_and_not_for_a_signal(
+    paths: RunPaths, answers: list[CauseKind], code: ExitCode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, seconds in (("_LOOK_S", 0.01), ("_ASK_AGAIN_S", 0.0), ("_LAST_WAIT_S", 0.1)):
+        monkeypatch.setattr(attempt_start, name, seconds)
+    config = RunConfig()
+    lead = Lead(paths, config, OfASlowLook(config, paths, answers))
+    assert asyncio.run(lead.run()) is code
+    has_failed = "start_failed" in [event["event"] for event in read_events(paths)]
+    assert has_failed is (code is ExitCode.REQUEUED)
+
+
+def test_a_slow_run_directory_is_waited_for_though_an_operator_signals_before_the_lead_listens(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, seconds in (("_LOOK_S", 0.01), ("_ASK_AGAIN_S", 0.0), ("_LAST_WAIT_S", 0.1)):
+        monkeypatch.setattr(attempt_start, name, seconds)
+    write_config(paths)
+    asked, explained, load_own = [], threading.Event(), attempt_start.load_own
+
+    def slowly(path: Path) -> RunConfig:
+        explained.wait(60)
+        return load_own(path)
+
+    async def cause(_: LocalAllocation, trigger: str) -> CauseKnown:
+        asked.append(trigger)
+        if len(asked) > 1:
+            explained.set()
+        return CauseKnown("operator", trigger, None)
+
+    monkeypatch.setattr(attempt_start, "load_own", slowly)
+    monkeypatch.setattr(LocalAllocation, "cause", cause)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, attempt_start.SIGNALS)
+    try:
+        signal.raise_signal(signal.SIGUSR1)
+        assert asyncio.run(attempt_start.prepare(paths.root, None)).failed is None
+    finally:
+        signal.sigwait([signal.SIGUSR1])
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert set(asked) == {"SIGUSR1 to lead"}
 
 
 class OnStorageThatIsAway(LocalAllocation):
@@ -152,6 +227,25 @@ def test_a_run_that_is_done_waits_until_its_last_checkpoint_is_in_its_tier(
     of_pass(monkeypatch, f'read go < {tmp_path}/go; exec "$@"')
     allocation = AsItIsDone(done, paths)
     allocation.act = lambda: os.write(gate, b"\n")
+    assert asyncio.run(Lead(paths, done, allocation).run()) is ExitCode.OK
+    os.close(gate)
+    assert said_of_tiers(paths)[-1] == "step_000002"
+
+
+def test_a_wait_for_a_tier_outlasts_a_signal_that_ends_no_job(
+    paths: RunPaths, done: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "go")
+    gate = os.open(tmp_path / "go", os.O_RDWR)
+    of_pass(monkeypatch, f'read go < {tmp_path}/go; exec "$@"')
+
+    class OnceItIsExplained(AsItIsDone):
+        async def cause(self, trigger: str) -> CauseKnown:
+            os.write(gate, b"\n")
+            return await super().cause(trigger)
+
+    allocation = OnceItIsExplained(done, paths)
+    allocation.act = lambda: signal.raise_signal(signal.SIGUSR1)
     assert asyncio.run(Lead(paths, done, allocation).run()) is ExitCode.OK
     os.close(gate)
     assert said_of_tiers(paths)[-1] == "step_000002"

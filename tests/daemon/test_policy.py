@@ -90,6 +90,22 @@ def test_a_signal_alone_asks_slurm_and_one_to_the_lead_meanwhile_is_asked_about_
     assert kinds(story.then(cause("preemption"))) == [act.SaveRequest]
 
 
+def test_a_signal_that_slurm_does_not_explain_is_asked_about_again_and_saved_for_once() -> None:
+    again = inputs.SignalArrived("SIGUSR1", "lead", again=True)
+    asked = [act.AskCause("SIGUSR1 to lead")]
+    story = training()
+    assert story.then(inputs.SignalArrived("SIGUSR1", "lead")) == asked
+    assert story.then(again) == [], "the question under way answers it"
+    assert story.then(cause("unknown", None))[-1] == act.SaveRequest(request_id=1, stop=False)
+    for kind in ("unknown", "operator"):
+        assert story.then(again) == asked
+        assert story.then(cause(kind, None)) == []
+    assert story.then(inputs.SignalArrived("SIGUSR1", "lead")) == asked
+    assert kinds(story.then(cause("unknown", None))) == [act.SaveRequest], "of a new signal"
+    assert story.then(again) == asked
+    assert story.then(cause("preemption"))[-1] == act.SaveRequest(request_id=3, stop=True, seconds_left=25.0)
+
+
 @pytest.mark.parametrize(
     ("kind", "done", "code"),
     [

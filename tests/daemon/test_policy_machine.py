@@ -184,9 +184,13 @@ class Policy(RuleBasedStateMachine):
 
     # ---- what comes by itself
 
-    @rule(signal=st.sampled_from(["SIGUSR1", "SIGTERM", "TIMER"]), where=st.sampled_from(["lead", "node n1"]))
-    def a_signal_arrives(self, signal: str, where: str) -> None:
-        self.feed(inputs.SignalArrived(signal, where))
+    @rule(
+        signal=st.sampled_from(["SIGUSR1", "SIGTERM", "TIMER"]),
+        where=st.sampled_from(["lead", "node n1"]),
+        again=st.booleans(),
+    )
+    def a_signal_arrives(self, signal: str, where: str, again: bool) -> None:
+        self.feed(inputs.SignalArrived(signal, where, again))
 
     @precondition(lambda self: self.step)
     @rule(data=st.data(), rank=st.sampled_from(range(RANKS)))

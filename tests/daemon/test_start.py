@@ -272,10 +272,12 @@ def test_a_start_that_waits_for_silent_storage_leaves_soon_after_a_signal(
 
     async def story() -> None:
         signalled = asyncio.Event()
+
+        async def interrupted() -> bool:
+            return signalled.is_set()
+
         waiting = asyncio.create_task(
-            attempt_start.patiently(
-                asyncio.Event().wait, signalled.is_set, lambda error, _: said.append(error)
-            )
+            attempt_start.patiently(asyncio.Event().wait, interrupted, lambda error, _: said.append(error))
         )
         done, _ = await asyncio.wait([waiting], timeout=0.5)
         assert not done, "without a signal it waits"

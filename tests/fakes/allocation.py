@@ -17,6 +17,7 @@ from verl_slurm_daemon.lead.attempt import Attempt
 from verl_slurm.base.fence import RunOwner
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.journal.causes import CauseKind
 
 
 def first_attempt(
@@ -41,6 +42,8 @@ class ScriptedAllocation(Allocation):
     def __init__(self, *answers: inputs.RequeueAnswered | str) -> None:
         self.answers = list(answers)
         self.steps = 0
+        self.causes: list[CauseKind] = []
+        """Of the next signals, one after the other; then none."""
         self.nodes: tuple[str, ...] = ()
         """Of the job, if it has spare ones."""
         self.ranks_nodes, self.idle = 1, 0
@@ -54,7 +57,7 @@ class ScriptedAllocation(Allocation):
         return time.time()
 
     async def cause(self, trigger: str) -> inputs.CauseKnown:
-        return inputs.CauseKnown("none", trigger, None)
+        return inputs.CauseKnown(self.causes.pop(0) if self.causes else "none", trigger, None)
 
     async def outlook(self) -> Outlook:
         return Outlook(answered=True)

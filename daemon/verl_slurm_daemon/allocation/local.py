@@ -51,7 +51,8 @@ class LocalAllocation(Allocation):
             return CauseKnown("cancel", f"{trigger}; no Slurm", self.CANCEL_GRACE_S)
         if signal == "SIGUSR1":
             return CauseKnown("operator", f"{trigger}; no Slurm", None)
-        return CauseKnown("unknown", f"{trigger}; no Slurm", None)
+        # SIGCONT: it follows every stop, as `fg` at a terminal does after Ctrl-Z.
+        return CauseKnown("none", f"{trigger}; no Slurm", None)
 
     def _is_asked_to_requeue(self) -> bool:
         """Returns whether a user has asked since this attempt began."""

@@ -70,6 +70,8 @@ class SignalArrived(_Event, frozen=True):
 
     signal: str
     where: str
+    again: bool = False
+    """Slurm did not answer the question after this signal, which is due once more."""
 
 
 class CauseKnown(_Event, frozen=True):

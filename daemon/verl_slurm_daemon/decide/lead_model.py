@@ -158,6 +158,8 @@ class Model(msgspec.Struct, frozen=True):
     """Starts of ranks in a row, in this attempt, that storage or Slurm stopped; the waits grow with this number."""
     hold: tuple[ExitCode, str] | None = None
     """Patience is over: the job is to be held, and why. The code is that of the end where no job can be held."""
+    repeated: bool = False
+    """The question under way was asked before, and Slurm did not answer it."""
     ask_again: str = ""
     """The trigger that arrived while Slurm was being asked: Slurm's answer may be older than it."""
     started: int = 0

@@ -68,8 +68,8 @@ def _decide(model: Model, event: inputs.Input) -> Decision:
             return _on_start_failed(model, event)
         case inputs.NeedsPerson(starts, detail):
             return _hold(model, ExitCode.NO_PROGRESS, starts, detail)
-        case inputs.SignalArrived(signal, where):
-            return _on_signal(model, signal, where)
+        case inputs.SignalArrived():
+            return _on_signal(model, event)
         case inputs.CauseKnown():
             return _on_cause(msgspec.structs.replace(model, asking=False), event)
         case inputs.LeaveNode():
@@ -213,22 +213,30 @@ def _on_run_lost(model: Model, owner: str) -> Decision:
     return Decision(after, (act.Note(ev.Refused(reason)), act.TakeDown()))
 
 
-def _on_signal(model: Model, signal: str, where: str) -> Decision:
+def _on_signal(model: Model, event: inputs.SignalArrived) -> Decision:
+    where = event.where
     # Slurm signals every step of a job at once; one question answers them all. Once the ranks were asked to stop, new
     # facts come with the lead's own signals: a cancel in the middle of the save, or of the requeue.
     stale = model.state not in (*_TRAINING, State.PAUSED) and where != "lead"
     if model.state is State.ENDED or stale:
         return Decision(model)
-    trigger = f"{signal} to {where}"
+    trigger = f"{event.signal} to {where}"
     # A signal to a step adds nothing to the question under way. One to the lead may be a cancel.
     if model.asking:
-        return Decision(msgspec.structs.replace(model, ask_again=trigger) if where == "lead" else model)
-    return Decision(msgspec.structs.replace(model, asking=True), (act.AskCause(trigger),))
+        is_new = where == "lead" and not event.again
+        return Decision(msgspec.structs.replace(model, ask_again=trigger) if is_new else model)
+    after = msgspec.structs.replace(model, asking=True, repeated=event.again)
+    return Decision(after, (act.AskCause(trigger),))
 
 
 def _on_cause(model: Model, event: inputs.CauseKnown) -> Decision:
     again = model.ask_again
-    decision = _act_on_cause(msgspec.structs.replace(model, asking=bool(again), ask_again=""), event)
+    after = msgspec.structs.replace(model, asking=bool(again), ask_again="", repeated=False)
+    # The save of this signal was asked for when Slurm did not answer the first time.
+    if model.repeated and event.kind in ("unknown", "operator"):
+        decision = Decision(after)
+    else:
+        decision = _act_on_cause(after, event)
     return Decision(decision.model, (*decision.actions, act.AskCause(again))) if again else decision
 
 

@@ -52,7 +52,7 @@ from verl_slurm_daemon.allocation.contract import Allocation
 from verl_slurm_daemon.allocation.hostfile import Host, check_hosts, read_hostfile
 from verl_slurm_daemon.allocation.local import HostfileAllocation, LocalAllocation
 from verl_slurm_daemon.allocation.slurm_job import SlurmAllocation
-from verl_slurm_daemon.decide.inputs import StartHindered
+from verl_slurm_daemon.decide.inputs import CauseKnown, StartHindered
 from verl_slurm_daemon.decide.lead_model import IN_PLACE_S, SLURM_AWAY_S
 from verl_slurm_daemon.journal import Journal
 
@@ -68,6 +68,10 @@ _LOOK_S = 0.2
 _LAST_WAIT_S = 15.0
 _LAST_LOOK_S = 3.0
 _SILENT = "storage did not answer, and a signal came"
+_ASK_AGAIN_S = 5.0
+"""Between questions for the causes of signals that ended no start so far."""
+_GOES_ON = ("operator", "none", "suspended")
+"""Causes that take no nodes from the job."""
 _FIRST_WORD_S = 60.0
 _MOST_ATTEMPTS = 100_000
 _NOT_KNOWN = 3
@@ -90,9 +94,38 @@ class Ground(NamedTuple):
     failed: OSError | VerlSlurmError | None = None
 
 
+class Calls:
+    """The signals that have come while the lead only waits, as at its start, and whether they end the wait.
+
+    `cause`: of the allocation. An operator's signal ends none: a save is asked for, or the job was suspended.
+    """
+
+    def __init__(self, cause: Callable[[str], Awaitable[CauseKnown]]) -> None:
+        self.heard: list[str] = []
+        self._cause, self._judged, self._due, self._is_final = cause, 0, 0.0, False
+
+    async def are_final(self) -> bool:
+        """Returns whether the job ends, by what the scheduler says."""
+        is_new = self._judged < len(self.heard)
+        if self._is_final or not (is_new or (self.heard and time.monotonic() >= self._due)):
+            return self._is_final
+        name = self.heard[self._judged if is_new else -1]
+        self._judged += is_new
+        try:
+            async with asyncio.timeout(_LAST_WAIT_S):
+                kind = (await self._cause(f"{name} to lead")).kind
+        except (OSError, VerlSlurmError):  # outside of Slurm a cause is read from storage
+            kind = "unknown"
+        # These two alone are often an operator's; they are asked about again.
+        is_doubtful = kind == "unknown" and name in ("SIGUSR1", "SIGCONT")
+        self._is_final = not is_doubtful and kind not in _GOES_ON
+        self._due = time.monotonic() + _ASK_AGAIN_S
+        return self._is_final
+
+
 async def prepare(root: Path, hostfile: Path | None) -> Ground:
     """Reads the configuration and makes the run's directories, until storage answers, patience ends, or a
-    signal comes.
+    signal comes that ends the job.
 
     Raises VerlSlurmError: the configuration or the hostfile is wrong.
     """
@@ -130,9 +163,17 @@ async def prepare(root: Path, hostfile: Path | None) -> Ground:
 
     paths, config, host = RunPaths(Path(os.path.abspath(root))), RunConfig(), ""
     failed: OSError | VerlSlurmError | None = None
-    try:
+    early = LocalAllocation(config, paths) if job is None else SlurmAllocation(job, config, paths)
+    calls = Calls(early.cause)
+
+    async def interrupted() -> bool:
         # Signals are blocked until the lead listens, and stay pending for it.
-        found = await patiently(look, lambda: bool(signal.sigpending() & set(SIGNALS)), say_again)
+        pending = (number.name for number in SIGNALS if number in signal.sigpending())
+        calls.heard.extend(name for name in pending if name not in calls.heard)
+        return await calls.are_final()
+
+    try:
+        found = await patiently(look, interrupted, say_again)
     except ENVIRONMENT as error:
         found, failed = (paths, config, host), error
     if isinstance(found, PermissionRefused):
@@ -171,7 +212,7 @@ def _require_resolvable(hosts: Sequence[Host], hostfile: Path) -> None:
 
 async def patiently(
     work: Callable[[], Coroutine[Any, Any, T]],
-    interrupted: Callable[[], bool],
+    interrupted: Callable[[], Awaitable[bool]],
     say: Callable[[Exception, float], None],
 ) -> T:
     """Returns the result of `work`, tried again while storage fails (half a minute) or Slurm does not answer.
@@ -185,22 +226,23 @@ async def patiently(
             return await _or_interrupted(work(), interrupted)
         except ENVIRONMENT as error:
             # While Slurm is away it takes no requeue either, and no other job gets the nodes.
-            if interrupted() or (tries >= len(IN_PLACE_S) and not isinstance(error, SlurmMissing)):
+            if await interrupted() or (tries >= len(IN_PLACE_S) and not isinstance(error, SlurmMissing)):
                 raise
             pause = IN_PLACE_S[tries] if tries < len(IN_PLACE_S) else SLURM_AWAY_S
             say(error, pause)
         tries += 1
         until = time.monotonic() + pause
-        while not interrupted() and time.monotonic() < until:  # noqa: ASYNC110 - signals wait in a queue
+        while not await interrupted() and time.monotonic() < until:  # noqa: ASYNC110 - signals wait in a queue
             await asyncio.sleep(_LOOK_S)
 
 
-async def _or_interrupted(work: Coroutine[Any, Any, T], interrupted: Callable[[], bool]) -> T:
+async def _or_interrupted(work: Coroutine[Any, Any, T], interrupted: Callable[[], Awaitable[bool]]) -> T:
     """Raises OSError: storage had not answered when Slurm wanted the nodes, or the user the end."""
     task, since = asyncio.ensure_future(work), None
     while not task.done():
         await asyncio.wait([task], timeout=_LOOK_S)
-        since = (since or time.monotonic()) if interrupted() else None
+        asked = time.monotonic()  # KillWait may run while Slurm is asked
+        since = (since or asked) if await interrupted() else None
         if since is not None and time.monotonic() - since > _LAST_WAIT_S and not task.done():
             task.cancel()
             raise TimeoutError(errno.ETIMEDOUT, _SILENT)

@@ -28,6 +28,9 @@ from verl_slurm_daemon.lead.restarts import Restarts
 from verl_slurm_daemon.lead.resume import ReadBack, read_back
 from verl_slurm_daemon.lead.tier_child import TierMover
 
+_ASK_AGAIN_S = 3.0
+"""Seconds until Slurm, which did not say why a signal came, is asked again."""
+
 
 class Effects:
     """Carries out the actions of one lead. `restarts` starts, hears and ends the ranks."""
@@ -36,6 +39,7 @@ class Effects:
         self.attempt = attempt
         self.restarts = Restarts(attempt)
         self._mover = TierMover(attempt)
+        self._due: asyncio.TimerHandle | None = None
         self._is_open = False
 
     async def open(self) -> None:
@@ -134,11 +138,14 @@ class Effects:
                 raise OSError(found.detail)
             return found
 
+        async def left() -> bool:
+            return attempt.exit is not None
+
         def say(error: Exception, pause_s: float) -> None:
             attempt.journal.write(ev.Warned("storage", f"{error}: read again in {pause_s:.0f} s"))
 
         try:
-            found = await patiently(readable, lambda: attempt.exit is not None, say)
+            found = await patiently(readable, left, say)
         except OSError as error:
             found = ReadBack(False, str(error), unreadable=True)
         # The nodes may hold a whole second copy: it is fetched before the policy hears that the save is lost.
@@ -156,7 +163,15 @@ class Effects:
     # ---- the scheduler
 
     async def _ask_cause(self, trigger: str) -> None:
-        self.attempt.post(await self.attempt.allocation.cause(trigger))
+        cause = await self.attempt.allocation.cause(trigger)
+        if self._due is not None:
+            self._due.cancel()
+        # Nothing else may tell of a preemption before its grace time is used up.
+        if cause.kind == "unknown":
+            signal, _, where = trigger.partition(" to ")
+            again = inputs.SignalArrived(signal, where, again=True)
+            self._due = asyncio.get_running_loop().call_later(_ASK_AGAIN_S, self.attempt.post, again)
+        self.attempt.post(cause)
 
     async def _requeue(self, action: act.AskRequeue) -> None:
         self.attempt.spawn(self.restarts.standby.drop())

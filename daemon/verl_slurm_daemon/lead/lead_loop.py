@@ -63,6 +63,7 @@ if TYPE_CHECKING:
 
 _LAST_PASS_S = 600.0
 """Seconds, at most, for which a run that is done keeps its nodes until its last checkpoint is in its tiers."""
+_LOOK_FOR_SIGNALS_S = 1.0
 _STATUS_EVERY_S = 1.0
 _FENCE_EVERY_S = 2.0
 _LOOK_AGAIN_S = 300.0
@@ -89,6 +90,7 @@ class Lead:
         self._paths, self._config, self._allocation = paths, config, allocation
         self._failed = failed
         self._events: asyncio.Queue[inputs.Input] = asyncio.Queue()
+        self._calls = attempt_start.Calls(allocation.cause)
         self._model = Model(Limits.of(config))
         steps = 0 if config.trainer.is_guest else config.train.steps  # a guest's loop says it itself
         self._status = Status(job_id=allocation.job_id, steps=steps, requeues=allocation.restart)
@@ -109,7 +111,7 @@ class Lead:
         bury_orphans(loop)
         for number in attempt_start.SIGNALS:
             name = signal.Signals(number).name
-            listen(loop, number, partial(self._events.put_nowait, inputs.SignalArrived(name, "lead")))
+            listen(loop, number, partial(self._on_signal, name))
         # Who started us blocked them, so that none was lost, or deadly, before there was somebody to hear it.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, attempt_start.SIGNALS)
         try:
@@ -167,14 +169,15 @@ class Lead:
 
         if self._failed is None:
             try:
-                return await attempt_start.patiently(take, self._is_signalled, attempt_start.say_again)
+                return await attempt_start.patiently(take, self._calls.are_final, attempt_start.say_again)
             except attempt_start.ENVIRONMENT as error:
                 self._failed = error
         return None
 
-    def _is_signalled(self) -> bool:
-        """Returns whether a signal is in the queue: Slurm may want the nodes, so a start does not wait any longer."""
-        return not self._events.empty()
+    def _on_signal(self, name: str) -> None:
+        # During the start nothing takes events from the queue: what ends the job is to end the wait for storage.
+        self._calls.heard.append(name)
+        self._events.put_nowait(inputs.SignalArrived(name, "lead"))
 
     async def _begins(self, mine: RunOwner, journal: Journal, effects: Effects) -> None:
         """Records that this attempt owns the run from here on."""
@@ -313,11 +316,15 @@ class Lead:
         return effects.attempt.exit
 
     async def _fill_tiers(self, effects: Effects) -> None:
-        """Waits for the last checkpoint's way to the tiers, as the run is done. A cancel, or any signal, ends it."""
+        """Waits for the last checkpoint's way to the tiers, as the run is done. The job's own end ends it."""
+        calls = attempt_start.Calls(self._allocation.cause)
 
         async def signalled() -> None:
-            while not isinstance(await self._events.get(), inputs.SignalArrived):
-                pass
+            while not await calls.are_final():
+                with suppress(TimeoutError):
+                    event = await asyncio.wait_for(self._events.get(), _LOOK_FOR_SIGNALS_S)
+                    if isinstance(event, inputs.SignalArrived):
+                        calls.heard.append(event.signal)
 
         outlook, margin_s = await self._allocation.outlook(), self._config.daemon.save_margin_s
         left = math.inf if outlook.seconds_left is None else outlook.seconds_left - margin_s
@@ -337,7 +344,7 @@ class Lead:
 
         try:
             return await attempt_start.patiently(
-                lambda: self._first_try(journal, effects), self._is_signalled, say
+                lambda: self._first_try(journal, effects), self._calls.are_final, say
             )
         except attempt_start.ENVIRONMENT as error:
             return await attempt_start.start_failed(self._paths, self._allocation, error)
