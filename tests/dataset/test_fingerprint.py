@@ -5,11 +5,13 @@ from pathlib import Path
 import pytest
 
 from verl_slurm.base.errors import CheckpointCorrupt, DataError, DatasetDrift
+from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.dataset.fingerprint import data_record as module
 from verl_slurm.dataset.fingerprint.data_record import (
     Drift,
     check_dataset,
+    data_place,
     drift,
     fingerprint,
     look,
@@ -17,6 +19,7 @@ from verl_slurm.dataset.fingerprint.data_record import (
     survey,
     write,
 )
+from verl_slurm.dataset.fingerprint.entries import sealed
 from verl_slurm.dataset.fingerprint.file_hashing import Hashed
 
 
@@ -252,3 +255,58 @@ def test_files_by_name_are_compared_and_one_that_is_away_is_waited_for(paths: Ru
     (root / "a.jsonl").unlink()
     with pytest.raises(FileNotFoundError, match=r"a\.jsonl"):
         check_dataset(paths, files)
+
+
+def recorded_whole(paths: RunPaths, root: Path, *names: str) -> None:
+    """Records as of before a rule that leaves `names` out."""
+    seen = fingerprint(root)
+    entry = next(iter(seen.files.values()))
+    write(paths, sealed({**seen.files, **dict.fromkeys(names, entry)}))
+
+
+@pytest.mark.parametrize("pattern", ["*.jsonl", "part/*.jsonl", "**/*.jsonl"])
+def test_a_glob_of_files_is_held_to_the_files_that_it_takes(
+    root: Path, paths: RunPaths, pattern: str
+) -> None:
+    private_dir(paths.root)
+    place = data_place(root, pattern)
+    first = check_dataset(paths, place)
+    assert [*first.files] == {"*.jsonl": ["a.jsonl", "b.jsonl"], "part/*.jsonl": ["part/c.jsonl"]}.get(
+        pattern, ["a.jsonl", "b.jsonl", "part/c.jsonl"]
+    )
+    # What lies beside them may be anything, and change.
+    (root / "my.yaml").write_text("steps: 1")
+    os.mkfifo(root / "pipe")
+    (root / "lib").symlink_to("nowhere")
+    (root / "empty").mkdir()
+    assert check_dataset(paths, place) == first
+    added = pattern.replace("**/", "").replace("*", "new")
+    (root / added).write_text("new\n")
+    with pytest.raises(DatasetDrift, match=rf"1 added \({added}\)"):
+        check_dataset(paths, place)
+
+
+def test_a_record_of_the_whole_directory_holds_a_glob_to_its_files(root: Path, paths: RunPaths) -> None:
+    private_dir(paths.root)
+    whole = check_dataset(paths, root)
+    place = data_place(root, "*.jsonl")
+    (root / "part" / "c.jsonl").write_text("C\n")
+    assert check_dataset(paths, place) == whole, "manifests bear its digest"
+    (root / "b.jsonl").write_text("B\n")
+    with pytest.raises(DatasetDrift, match=r"1 changed \(b\.jsonl\)"):
+        check_dataset(paths, place)
+
+
+@pytest.mark.parametrize("pattern", [None, "part/*.jsonl"])
+def test_data_whose_mount_point_is_empty_is_away_and_not_changed(
+    root: Path, paths: RunPaths, pattern: str | None
+) -> None:
+    private_dir(paths.root)
+    for name in ("a.jsonl", "b.jsonl"):
+        (root / name).unlink()
+    place = data_place(root, pattern)
+    check_dataset(paths, place)
+    (root / "part" / "c.jsonl").unlink()
+    with pytest.raises(DataError, match="the data set is empty") as caught:
+        check_dataset(paths, place)
+    assert isinstance(caught.value.__cause__, FileNotFoundError)

@@ -71,7 +71,7 @@ def choose(
     files_key = key.replace("root", "files")
     if pattern is not None:
         # Sorted: the order decides which prompt is which number, and storage lists names in any order.
-        chosen = sorted(name for name in names if _matches(pattern, name))
+        chosen = sorted(name for name in names if matches(pattern, name))
         if not chosen:
             raise DataError(
                 f"no file matches {files_key}={pattern}",
@@ -121,6 +121,11 @@ def choose(
 
 
 _CONVERT = 'convert it to JSON Lines, {"prompt": ..., "answer": ...} on each line'
+
+
+def data_names(names: Iterable[str], pattern: str | None = None) -> list[str]:
+    """Returns the names that `pattern` takes, if there is one."""
+    return [name for name in names if pattern is None or matches(pattern, name)]
 
 
 def splits_of(names: Iterable[str]) -> set[str]:
@@ -191,7 +196,7 @@ def takes(pattern: str | None, chosen: Collection[str]) -> Callable[[str], bool]
     """Returns a function that tells whether a further file would be read as `chosen` are."""
     kinds, splits = {_suffix(name) for name in chosen}, {"", "train"} | splits_of(chosen)
     if pattern is not None:
-        return lambda name: _matches(pattern, name)
+        return lambda name: matches(pattern, name)
     return lambda name: _suffix(name) in kinds and _split(name) in splits
 
 
@@ -258,7 +263,7 @@ def _proposal(held: list[str], names: Iterable[str], key: str) -> str:
         stars = f"{folder}*{word[0]}" if word.start() > len(folder) else start
         patterns = [f"{stars}*{kind}", f"{start}*{kind}"]
     for pattern in patterns:
-        taken = {_split(name) for name in names if _matches(pattern, name)}
+        taken = {_split(name) for name in names if matches(pattern, name)}
         if taken == {_split(first)}:
             return f"set {files_key}='{pattern}'"
     return f"set {files_key}='{first}'"
@@ -333,7 +338,15 @@ def _remedy(names: Collection[str], root: object, key: str, files_key: str) -> s
     return f"set {key} to a directory with prompts"
 
 
-def _matches(pattern: str, name: str) -> bool:
+def reaches(pattern: str, folder: str) -> bool:
+    """Returns whether a glob may match a file in `folder` or below; `folder` is relative, and `.` the root."""
+    above = pattern.split("/")[:-1]
+    # Each beginning of the glob's folders; one that ends in `**` takes all that is below it.
+    heads = ("/".join([*above[:n], *["*"] * (above[n - 1] == "**")]) for n in range(1, len(above) + 1))
+    return folder == "." or any(matches(head, folder) for head in heads)
+
+
+def matches(pattern: str, name: str) -> bool:
     """Returns whether a glob matches all of `name`."""
     # Every reading of the glob at once: the work grows with the product of both lengths. One regular expression for all
     # of it tries one reading after the other, and each `**/` multiplies their number.
