@@ -264,6 +264,34 @@ def recorded_whole(paths: RunPaths, root: Path, *names: str) -> None:
     write(paths, sealed({**seen.files, **dict.fromkeys(names, entry)}))
 
 
+@pytest.mark.parametrize("folder", ["", "train/"])
+def test_caches_of_datasets_beside_what_it_saved_are_no_change(
+    root: Path, paths: RunPaths, folder: str
+) -> None:
+    private_dir(paths.root)
+    (root / folder).mkdir(exist_ok=True)
+    for name in ("state.json", "dataset_info.json", "data-00000-of-00001.arrow"):
+        (root / folder / name).write_text("{}")
+    first = check_dataset(paths, root)
+    caches = [
+        f"{folder}{name}" for name in ("cache-1a2b.arrow", "cache-1a2b_00000_of_00004.arrow", "tmpa1_b2c3d")
+    ]
+    for name in caches:
+        (root / name).write_text("x")
+    notices: list[str] = []
+    assert check_dataset(paths, root, notice=notices.append) == first
+    assert caches[0] in notices[0]
+    # A glob of the user's takes them as little.
+    assert [*survey(data_place(root, f"{folder}*.arrow")).found.files] == [
+        f"{folder}data-00000-of-00001.arrow"
+    ]
+    recorded_whole(paths, root, *caches)
+    check_dataset(paths, root)
+    (root / "part" / "cache-1a2b.arrow").write_text("not beside a saved data set")
+    with pytest.raises(DatasetDrift, match=r"1 added \(part/cache-1a2b\.arrow\)"):
+        check_dataset(paths, root)
+
+
 @pytest.mark.parametrize("pattern", ["*.jsonl", "part/*.jsonl", "**/*.jsonl"])
 def test_a_glob_of_files_is_held_to_the_files_that_it_takes(
     root: Path, paths: RunPaths, pattern: str

@@ -54,6 +54,7 @@ absolute path."""
 _NO_STAMP = (0, 0, 0, 0)
 # A tree that changes this often while it is read is being written to.
 _ATTEMPTS = 3
+_MOST_NAMED = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,7 @@ def data_place(root: Path | str, pattern: str | None) -> DataPlace:
 
 
 def fingerprint(root: DataPlace) -> Fingerprint:
-    """Reads and hashes the whole tree below `root`, or the files that a glob takes.
+    """Reads and hashes the whole tree below `root`, but for what is never data (`choice.data_names`).
 
     Raises:
         DataError: it is missing, no directory, without a file, unreadable, holds a broken link, a loop of links, a
@@ -126,7 +127,7 @@ def survey(
     # Hash, then walk again: only a tree that looks the same before and after was read as one state.
     for _ in range(_ATTEMPTS + 1):
         # Without hashes to compare with, the first walk needs the names alone.
-        files, folders = _listed(place, numbers=bool(known))
+        files, folders, left_out = _listed(place, numbers=bool(known))
         devices = hash_cache.devices_with_ctime(root, files) if old and not full else frozenset()
         # By stamp: a file that was written meanwhile has another one, and is read again.
         unknown = [
@@ -160,7 +161,7 @@ def survey(
     return Survey(
         found=_assembled(place, files, folders, known),
         unnoticed=tuple(sorted(wrong)),
-        notices=(notice,) if notice else (),
+        notices=tuple(filter(None, (notice, _said(place, left_out)))),
         place=place,
         root=root,
         files=files,
@@ -230,7 +231,7 @@ def check_dataset(
 
     Args:
         trained_on: the digest in the newest checkpoint, for a run that has lost its record; empty: not known.
-        notice: called for a hash cache that cannot be read or stored.
+        notice: called for a hash cache that cannot be read or stored, and for files that are never data.
 
     Returns the record.
 
@@ -341,8 +342,8 @@ def _parts(place: DataPlace) -> list[_Part]:
     return [_Part(place, "", None)]
 
 
-def _listed(place: DataPlace, *, numbers: bool) -> tuple[dict[str, ListedFile], list[str]]:
-    """Returns the files by path, the paths of directories. Raises as `survey`."""
+def _listed(place: DataPlace, *, numbers: bool) -> tuple[dict[str, ListedFile], list[str], list[str]]:
+    """Returns the files by path, the paths of directories, and what is never data. Raises as `survey`."""
     listing = _Listing(place, numbers)
     if isinstance(place, tuple):
         for part in _parts(place):
@@ -352,7 +353,7 @@ def _listed(place: DataPlace, *, numbers: bool) -> tuple[dict[str, ListedFile], 
             else:
                 listing.add(part.prefix[:-1], Entry("", info, os.path.islink(part.folder)))
         # Of directories that verl names, the files alone are data: pandas reads them as one table.
-        return listing.files, []
+        return listing.files, [], listing.left_out
     try:
         listing.walk(*_parts(place))
     except OSError as error:
@@ -361,7 +362,7 @@ def _listed(place: DataPlace, *, numbers: bool) -> tuple[dict[str, ListedFile], 
         raise _data_error(
             "the data set cannot be read", where, error.strerror, "a directory of files"
         ) from error
-    return listing.files, [] if isinstance(place, GlobPlace) else listing.folders
+    return listing.files, [] if isinstance(place, GlobPlace) else listing.folders, listing.left_out
 
 
 class _Listing:
@@ -369,13 +370,16 @@ class _Listing:
         self._place, self._numbers = place, numbers
         self.files: dict[str, ListedFile] = {}
         self.folders: list[str] = []
+        self.left_out: list[str] = []
 
     def walk(self, part: _Part) -> None:
         """Takes what may be data. OSError: the directory, or one below, cannot be read."""
-        prefix, pattern = part.prefix, part.pattern
+        prefix, pattern, names = part.prefix, part.pattern, list[str]()
 
         def keep(entry: Entry) -> bool:
             name, is_folder = entry.path, stat.S_ISDIR(entry.info.st_mode)
+            if not is_folder:
+                names.append(name)
             # What the glob does not take may be anything, and change: logs, an environment, the run itself.
             if pattern is not None and not (reaches if is_folder else matches)(pattern, name):
                 return False
@@ -384,6 +388,11 @@ class _Listing:
         # The way to it may have links, and it may be one.
         with open_directory(part.folder, follow=True) as fd:
             list_tree(fd, follow=True, numbers=self._numbers, keep=keep)
+        # Now that it is known which directories `datasets` saved.
+        kept = set(data_names(names))
+        for name in names:
+            if name not in kept and self.files.pop(prefix + name, None) is not None:
+                self.left_out.append(prefix + name)
 
     def add(self, path: str, entry: Entry) -> bool:
         """Takes one entry; returns whether it is a directory."""
@@ -411,6 +420,14 @@ class _Listing:
         raise _data_error(
             "the data set cannot be read", place_of(self._place), f"{path}: {found}", expected
         ) from absent
+
+
+def _said(place: DataPlace, left_out: list[str]) -> str:
+    if not left_out:
+        return ""
+    more = f" and {len(left_out) - _MOST_NAMED} more" if len(left_out) > _MOST_NAMED else ""
+    names = ", ".join(sorted(left_out)[:_MOST_NAMED])
+    return f"{place_of(place)}: left out of the fingerprint, as no trainer reads them: {names}{more}"
 
 
 def _assembled(

@@ -14,6 +14,8 @@ tells its split by a word of its own in the file's name, or in that of a directo
 `data.files` is a glob relative to the root: `*` and `?` stay within a name, `**/` is any number of directories. Files
 are read in the order of their paths.
 
+The caches that `datasets` writes beside what it saved are never data (`data_names`).
+
 Whether the data is whole is told by names, too: of shards (`train-00000-of-00003.parquet`), and of what programs that
 download or copy write before a file is there (`train.jsonl.part`).
 """
@@ -47,6 +49,9 @@ _OF_RSYNC = re.compile(r"\.(.+)\.[A-Za-z0-9]{6}")
 _OF_THE_HUB = ".cache/huggingface/download/"
 """Where `hf download --local-dir` keeps what is not there yet."""
 _SHOWN = 4
+_SAVED = "state.json"
+# `Dataset.map` and its like beside a saved data set: what is done, and what NamedTemporaryFile calls it before.
+_CACHE = re.compile(r"cache-[^/]+\.arrow|tmp[a-z0-9_]{8}")
 
 
 class _State(msgspec.Struct):
@@ -69,6 +74,7 @@ def choose(
         DataError: no file, or more than one reading of the directory.
     """
     files_key = key.replace("root", "files")
+    names = data_names(names)
     if pattern is not None:
         # Sorted: the order decides which prompt is which number, and storage lists names in any order.
         chosen = sorted(name for name in names if matches(pattern, name))
@@ -92,7 +98,7 @@ def choose(
     if jsonl := [name for name in top if name.endswith(".jsonl")]:
         return _of_one_split(jsonl, names, root, key)
     # Before the kinds below: the cache files of `datasets` may lie beside the data, as *.arrow, too.
-    if "state.json" in top and any(name.endswith(".arrow") for name in top):
+    if _SAVED in top and any(name.endswith(".arrow") for name in top):
         return _saved(top, read, root)
     if "dataset_dict.json" in top:
         splits = sorted({name.partition("/")[0] for name in names if name.endswith("/state.json")})
@@ -124,8 +130,17 @@ _CONVERT = 'convert it to JSON Lines, {"prompt": ..., "answer": ...} on each lin
 
 
 def data_names(names: Iterable[str], pattern: str | None = None) -> list[str]:
-    """Returns the names that `pattern` takes, if there is one."""
-    return [name for name in names if pattern is None or matches(pattern, name)]
+    """Returns the names that may be of data, and that `pattern` takes, if there is one."""
+    names = list(names)
+    saved = {_prefix(name) for name in names if name.rpartition("/")[2] == _SAVED}
+
+    def may_be(name: str) -> bool:
+        folder = _prefix(name)
+        if folder in saved and _CACHE.fullmatch(name, len(folder)):
+            return False
+        return pattern is None or matches(pattern, name)
+
+    return [name for name in names if may_be(name)]
 
 
 def splits_of(names: Iterable[str]) -> set[str]:
