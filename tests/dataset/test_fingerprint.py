@@ -9,6 +9,7 @@ from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.dataset.fingerprint import data_record as module
 from verl_slurm.dataset.fingerprint.data_record import (
+    DataPlace,
     Drift,
     check_dataset,
     data_place,
@@ -262,6 +263,41 @@ def recorded_whole(paths: RunPaths, root: Path, *names: str) -> None:
     seen = fingerprint(root)
     entry = next(iter(seen.files.values()))
     write(paths, sealed({**seen.files, **dict.fromkeys(names, entry)}))
+
+
+_OF_EDITORS = [
+    ".a.jsonl.swp",
+    "a.jsonl~",
+    ".#a.jsonl",
+    "#a.jsonl#",
+    ".~lock.a.csv#",
+    ".nfs00000000012ab34c00000001",
+]
+
+
+@pytest.mark.parametrize(
+    "name", [*_OF_EDITORS, "part/.DS_Store", ".ipynb_checkpoints/a-checkpoint.jsonl", ".git/index"]
+)
+@pytest.mark.parametrize("by_verl", [False, True])
+def test_what_editors_and_the_like_leave_beside_the_data_is_said_and_ends_no_run(
+    root: Path, paths: RunPaths, name: str, by_verl: bool
+) -> None:
+    private_dir(paths.root)
+    place: DataPlace = (str(root),) if by_verl else root
+    first = check_dataset(paths, place)
+    (root / name).parent.mkdir(exist_ok=True)
+    # The lock of Emacs is a link that leads nowhere.
+    (root / name).symlink_to("user@host.123") if name.startswith(".#") else (root / name).write_text("x")
+    notices: list[str] = []
+    assert check_dataset(paths, place, notice=notices.append) == first
+    told = name if name.startswith("part") else name.partition("/")[0]
+    assert [text for text in notices if "left out" in text and text.endswith(told)]
+    if not by_verl:
+        recorded_whole(paths, root, name)
+        check_dataset(paths, place)
+    (root / "c.jsonl").write_text("c\n")
+    with pytest.raises(DatasetDrift, match=r"1 added \([^ ]*c\.jsonl\)"):
+        check_dataset(paths, place)
 
 
 @pytest.mark.parametrize("folder", ["", "train/"])

@@ -224,3 +224,14 @@ def test_a_run_below_the_data_is_refused_before_it_is_made(tmp_path: Path) -> No
     words = ["model.path=builtin:tiny", "model.reward=rule:arithmetic"]
     with pytest.raises(ConfigError, match=r"data\.files='\*\.jsonl'"):
         plan_submission(tmp_path / "my.yaml", words, cluster="local")
+
+
+def test_names_that_are_never_data_are_not_chosen() -> None:
+    names = ["a.jsonl", "._a.jsonl", ".#a.jsonl", ".ipynb_checkpoints/a-checkpoint.jsonl"]
+    assert (
+        chosen("**/*.jsonl", *names)
+        == choose(names, None, lambda _: b"", root="D", key="data.root")
+        == ["a.jsonl"]
+    )
+    saved = ["data/state.json", "data/data-00000-of-00001.arrow", "data/cache-1a.arrow"]
+    assert chosen("data/*.arrow", *saved) == ["data/data-00000-of-00001.arrow"]

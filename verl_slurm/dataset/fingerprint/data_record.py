@@ -36,7 +36,7 @@ from verl_slurm.dataset.fingerprint.entries import (
     sealed,
 )
 from verl_slurm.dataset.fingerprint.file_hashing import Hashed, ListedFile, hash_files, stamp_of
-from verl_slurm.dataset.prompts.choice import data_names, matches, reaches
+from verl_slurm.dataset.prompts.choice import data_names, is_never_data, matches, reaches
 
 
 @dataclass(frozen=True)
@@ -310,7 +310,7 @@ def narrowed(recorded: Fingerprint, place: DataPlace) -> Fingerprint:
         }
         empty = {name for name, one in inside.items() if one.kind == "directory"}
         kept |= {prefix + name for name in data_names(inside.keys() - empty, pattern)}
-        kept |= {prefix + name for name in empty if pattern is None}
+        kept |= {prefix + name for name in empty if pattern is None and not is_never_data(name)}
         kept.add(prefix[:-1])  # verl's file itself
     files = {name: entry for name, entry in recorded.files.items() if name in kept}
     return recorded if len(files) == len(recorded.files) else sealed(files)
@@ -382,6 +382,10 @@ class _Listing:
                 names.append(name)
             # What the glob does not take may be anything, and change: logs, an environment, the run itself.
             if pattern is not None and not (reaches if is_folder else matches)(pattern, name):
+                return False
+            # Before its kind is asked: the lock of an editor may be a broken link.
+            if is_never_data(name):
+                self.left_out.append(prefix + name)
                 return False
             return self.add(prefix + name, entry)
 

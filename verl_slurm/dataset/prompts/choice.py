@@ -14,7 +14,8 @@ tells its split by a word of its own in the file's name, or in that of a directo
 `data.files` is a glob relative to the root: `*` and `?` stay within a name, `**/` is any number of directories. Files
 are read in the order of their paths.
 
-The caches that `datasets` writes beside what it saved are never data (`data_names`).
+Names that no trainer reads are never data (`data_names`): of editors, Git and file systems, and the caches that
+`datasets` writes beside what it saved.
 
 Whether the data is whole is told by names, too: of shards (`train-00000-of-00003.parquet`), and of what programs that
 download or copy write before a file is there (`train.jsonl.part`).
@@ -49,6 +50,11 @@ _OF_RSYNC = re.compile(r"\.(.+)\.[A-Za-z0-9]{6}")
 _OF_THE_HUB = ".cache/huggingface/download/"
 """Where `hf download --local-dir` keeps what is not there yet."""
 _SHOWN = 4
+# Of editors, office programs, notebooks, Git, downloads, and of NFS, macOS and Windows.
+_NEVER_DATA = re.compile(
+    r"(?:^|/)(?:\.[^/]+\.(?:sw[a-z]|kate-swp)|[^/]+~|\.#[^/]+|#[^/]+#|\.~lock\.[^/]+#|~\$[^/]+|\.ipynb_checkpoints"
+    r"|\.git|\.cache/huggingface/download|\.nfs[0-9a-f]{8,}|\.DS_Store|\._[^/]+|Thumbs\.db|desktop\.ini)(?:/|$)"
+)
 _SAVED = "state.json"
 # `Dataset.map` and its like beside a saved data set: what is done, and what NamedTemporaryFile calls it before.
 _CACHE = re.compile(r"cache-[^/]+\.arrow|tmp[a-z0-9_]{8}")
@@ -129,6 +135,11 @@ def choose(
 _CONVERT = 'convert it to JSON Lines, {"prompt": ..., "answer": ...} on each line'
 
 
+def is_never_data(name: str) -> bool:
+    """Returns whether no trainer reads a file or directory of that name, relative to the root, or what is in it."""
+    return _NEVER_DATA.search(name) is not None
+
+
 def data_names(names: Iterable[str], pattern: str | None = None) -> list[str]:
     """Returns the names that may be of data, and that `pattern` takes, if there is one."""
     names = list(names)
@@ -136,7 +147,7 @@ def data_names(names: Iterable[str], pattern: str | None = None) -> list[str]:
 
     def may_be(name: str) -> bool:
         folder = _prefix(name)
-        if folder in saved and _CACHE.fullmatch(name, len(folder)):
+        if is_never_data(name) or (folder in saved and _CACHE.fullmatch(name, len(folder))):
             return False
         return pattern is None or matches(pattern, name)
 
