@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 
 from tests.terminal import on_a_terminal
-from verl_slurm.base.errors import ConfigError
+from verl_slurm.base.errors import ConfigError, DatasetDrift
 from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli.setup.init import Offer, parse_place
-from verl_slurm.config.load import load
+from verl_slurm.config.load import load, load_resolved
+from verl_slurm.dataset.fingerprint.data_record import check_dataset
 from verl_slurm.slurm.devcluster.cluster import DevCluster
 from verl_slurm.slurm.facts import PartitionFacts
+from verl_slurm.verl.verl_inputs import data_of
 
 Cli = Callable[..., Any]
 WITHOUT_SLURM = {"PATH": "/nowhere"}
@@ -97,6 +100,30 @@ def test_without_a_terminal_init_says_that_it_found_no_answers(
     assert cli("submit", "first.yaml", "--dry-run", "--cluster", "local").err.count("answer_key is null") == 1
     assert cli("init", "second.yaml", *words, "--answers", "gold").code == ExitCode.OK
     assert load(workplace / "second.yaml").data.answer_key == "gold"
+
+
+@pytest.mark.slow
+def test_a_file_of_data_beside_the_configuration_trains_whatever_else_changes_there(
+    workplace: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workplace / "data" / "train.jsonl").rename(workplace / "train.jsonl")
+    with monkeypatch.context() as without_slurm:
+        without_slurm.setenv("PATH", WITHOUT_SLURM["PATH"])
+        result = cli("init", "my.yaml", "--model", "model", "--data", "train.jsonl")
+    assert result.code == ExitCode.OK, result.err
+    words = ("my.yaml", "name=demo-quick", "--cluster", "local", "--wait")
+    for _ in range(2):
+        result = cli("submit", *words)
+        assert result.code == ExitCode.OK, result.err
+        run = RunPaths(workplace / "runs" / "demo-quick")
+        place = data_of(load_resolved(run.run_yaml))
+        assert place is not None
+        check_dataset(run, place)  # as the lead does before it starts ranks; the one of this test does not
+        (workplace / "my.yaml").write_text((workplace / "my.yaml").read_text() + "# a remark\n")
+        (workplace / ".venv").mkdir(exist_ok=True)
+    (workplace / "train.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n')
+    with pytest.raises(DatasetDrift, match=r"1 changed \(train\.jsonl\)"):
+        check_dataset(run, place)
 
 
 @pytest.mark.slow

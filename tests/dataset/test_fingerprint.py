@@ -5,11 +5,14 @@ from pathlib import Path
 import pytest
 
 from verl_slurm.base.errors import CheckpointCorrupt, DataError, DatasetDrift
+from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.dataset.fingerprint import data_record as module
 from verl_slurm.dataset.fingerprint.data_record import (
+    DataPlace,
     Drift,
     check_dataset,
+    data_place,
     drift,
     fingerprint,
     look,
@@ -17,6 +20,7 @@ from verl_slurm.dataset.fingerprint.data_record import (
     survey,
     write,
 )
+from verl_slurm.dataset.fingerprint.entries import sealed
 from verl_slurm.dataset.fingerprint.file_hashing import Hashed
 
 
@@ -252,3 +256,121 @@ def test_files_by_name_are_compared_and_one_that_is_away_is_waited_for(paths: Ru
     (root / "a.jsonl").unlink()
     with pytest.raises(FileNotFoundError, match=r"a\.jsonl"):
         check_dataset(paths, files)
+
+
+def recorded_whole(paths: RunPaths, root: Path, *names: str) -> None:
+    """Records as of before a rule that leaves `names` out."""
+    seen = fingerprint(root)
+    entry = next(iter(seen.files.values()))
+    write(paths, sealed({**seen.files, **dict.fromkeys(names, entry)}))
+
+
+_OF_EDITORS = [
+    ".a.jsonl.swp",
+    "a.jsonl~",
+    ".#a.jsonl",
+    "#a.jsonl#",
+    ".~lock.a.csv#",
+    ".nfs00000000012ab34c00000001",
+]
+
+
+@pytest.mark.parametrize(
+    "name", [*_OF_EDITORS, "part/.DS_Store", ".ipynb_checkpoints/a-checkpoint.jsonl", ".git/index"]
+)
+@pytest.mark.parametrize("by_verl", [False, True])
+def test_what_editors_and_the_like_leave_beside_the_data_is_said_and_ends_no_run(
+    root: Path, paths: RunPaths, name: str, by_verl: bool
+) -> None:
+    private_dir(paths.root)
+    place: DataPlace = (str(root),) if by_verl else root
+    first = check_dataset(paths, place)
+    (root / name).parent.mkdir(exist_ok=True)
+    # The lock of Emacs is a link that leads nowhere.
+    (root / name).symlink_to("user@host.123") if name.startswith(".#") else (root / name).write_text("x")
+    notices: list[str] = []
+    assert check_dataset(paths, place, notice=notices.append) == first
+    told = name if name.startswith("part") else name.partition("/")[0]
+    assert [text for text in notices if "left out" in text and text.endswith(told)]
+    if not by_verl:
+        recorded_whole(paths, root, name)
+        check_dataset(paths, place)
+    (root / "c.jsonl").write_text("c\n")
+    with pytest.raises(DatasetDrift, match=r"1 added \([^ ]*c\.jsonl\)"):
+        check_dataset(paths, place)
+
+
+@pytest.mark.parametrize("folder", ["", "train/"])
+def test_caches_of_datasets_beside_what_it_saved_are_no_change(
+    root: Path, paths: RunPaths, folder: str
+) -> None:
+    private_dir(paths.root)
+    (root / folder).mkdir(exist_ok=True)
+    for name in ("state.json", "dataset_info.json", "data-00000-of-00001.arrow"):
+        (root / folder / name).write_text("{}")
+    first = check_dataset(paths, root)
+    caches = [
+        f"{folder}{name}" for name in ("cache-1a2b.arrow", "cache-1a2b_00000_of_00004.arrow", "tmpa1_b2c3d")
+    ]
+    for name in caches:
+        (root / name).write_text("x")
+    notices: list[str] = []
+    assert check_dataset(paths, root, notice=notices.append) == first
+    assert caches[0] in notices[0]
+    # A glob of the user's takes them as little.
+    assert [*survey(data_place(root, f"{folder}*.arrow")).found.files] == [
+        f"{folder}data-00000-of-00001.arrow"
+    ]
+    recorded_whole(paths, root, *caches)
+    check_dataset(paths, root)
+    (root / "part" / "cache-1a2b.arrow").write_text("not beside a saved data set")
+    with pytest.raises(DatasetDrift, match=r"1 added \(part/cache-1a2b\.arrow\)"):
+        check_dataset(paths, root)
+
+
+@pytest.mark.parametrize("pattern", ["*.jsonl", "part/*.jsonl", "**/*.jsonl"])
+def test_a_glob_of_files_is_held_to_the_files_that_it_takes(
+    root: Path, paths: RunPaths, pattern: str
+) -> None:
+    private_dir(paths.root)
+    place = data_place(root, pattern)
+    first = check_dataset(paths, place)
+    assert [*first.files] == {"*.jsonl": ["a.jsonl", "b.jsonl"], "part/*.jsonl": ["part/c.jsonl"]}.get(
+        pattern, ["a.jsonl", "b.jsonl", "part/c.jsonl"]
+    )
+    # What lies beside them may be anything, and change.
+    (root / "my.yaml").write_text("steps: 1")
+    os.mkfifo(root / "pipe")
+    (root / "lib").symlink_to("nowhere")
+    (root / "empty").mkdir()
+    assert check_dataset(paths, place) == first
+    added = pattern.replace("**/", "").replace("*", "new")
+    (root / added).write_text("new\n")
+    with pytest.raises(DatasetDrift, match=rf"1 added \({added}\)"):
+        check_dataset(paths, place)
+
+
+def test_a_record_of_the_whole_directory_holds_a_glob_to_its_files(root: Path, paths: RunPaths) -> None:
+    private_dir(paths.root)
+    whole = check_dataset(paths, root)
+    place = data_place(root, "*.jsonl")
+    (root / "part" / "c.jsonl").write_text("C\n")
+    assert check_dataset(paths, place) == whole, "manifests bear its digest"
+    (root / "b.jsonl").write_text("B\n")
+    with pytest.raises(DatasetDrift, match=r"1 changed \(b\.jsonl\)"):
+        check_dataset(paths, place)
+
+
+@pytest.mark.parametrize("pattern", [None, "part/*.jsonl"])
+def test_data_whose_mount_point_is_empty_is_away_and_not_changed(
+    root: Path, paths: RunPaths, pattern: str | None
+) -> None:
+    private_dir(paths.root)
+    for name in ("a.jsonl", "b.jsonl"):
+        (root / name).unlink()
+    place = data_place(root, pattern)
+    check_dataset(paths, place)
+    (root / "part" / "c.jsonl").unlink()
+    with pytest.raises(DataError, match="the data set is empty") as caught:
+        check_dataset(paths, place)
+    assert isinstance(caught.value.__cause__, FileNotFoundError)

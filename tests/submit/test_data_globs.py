@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.builders import run_config
-from verl_slurm.base.errors import DataError
+from verl_slurm.base.errors import ConfigError, DataError
+from verl_slurm.base.files import private_dir
 from verl_slurm.dataset.prompts.choice import choose, missing_shards, takes, unfinished_downloads
 from verl_slurm.submit.checks.prompt_data import check_data
+from verl_slurm.submit.checks.run_directory import refuse_below_inputs
+from verl_slurm.submit.submission import plan_submission
 
 
 def chosen(pattern: str, *names: str) -> list[str]:
@@ -164,3 +167,70 @@ def test_data_of_which_a_part_is_missing_is_refused_unless_it_is_known(tmp_path:
     config = run_config(root=str(tmp_path), eval_root=str(tmp_path), **{files: "*.jsonl"})
     with pytest.raises(DataError, match=r"a download of the data is not finished.*found train-00001"):
         check_data(config, key)
+
+
+@pytest.mark.parametrize(
+    ("written", "data", "refused"),
+    [
+        ("run_dir=runs/my", {}, True),
+        ("local_dir=copies", {}, True),
+        ("targets_dir=targets", {}, True),
+        ("run_dir=runs/my", {"files": "*.jsonl"}, False),
+        ("run_dir=runs/my", {"files": "data/*.jsonl"}, False),
+        ("run_dir=data/my", {"files": "data/**/*.jsonl"}, True),
+        ("run_dir=data/my", {"files": "data/*/*.jsonl"}, True),
+        ("run_dir=runs/my", {"files": "**/*.jsonl"}, True),
+        ("run_dir=../runs/my", {}, False),
+    ],
+)
+@pytest.mark.parametrize("key", ["root", "eval_root"])
+def test_a_run_below_the_data_that_it_is_held_to_is_refused(
+    tmp_path: Path, key: str, written: str, data: dict[str, str], refused: bool
+) -> None:
+    root = private_dir(tmp_path / "proj")
+    name, place = written.split("=")
+    files = {key.replace("root", name): pattern for name, pattern in data.items()}
+    config = run_config(**{"run_dir": "/runs/my", name: str(root / place), key: str(root), **files})
+    if not refused:
+        refuse_below_inputs(config)
+        return
+    with pytest.raises(
+        ConfigError, match=rf"{name}=.*within data\.{key}=.*set another .*{name} or data\.{key}"
+    ):
+        refuse_below_inputs(config)
+
+
+@pytest.mark.parametrize("key", ["model.path", "model.reward", "data.root", "verl.data"])
+def test_a_run_below_the_data_of_a_program_or_below_a_model_is_refused(tmp_path: Path, key: str) -> None:
+    config = {
+        "model.path": run_config(path=str(tmp_path), run_dir=tmp_path / "run"),
+        "model.reward": run_config(reward=f"classifier:{tmp_path}", run_dir=tmp_path / "run"),
+        "data.root": run_config(backend="command", root=str(tmp_path), run_dir=tmp_path / "run"),
+        "verl.data": run_config(
+            backend="verl",
+            entry="sft",
+            verl={"data": {"train_files": str(tmp_path)}},
+            run_dir=tmp_path / "run",
+        ),
+    }[key]
+    with pytest.raises(ConfigError, match=rf"within {key}="):
+        refuse_below_inputs(config)
+
+
+def test_a_run_below_the_data_is_refused_before_it_is_made(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (tmp_path / "my.yaml").write_text(f"name: my\nrun_dir: {tmp_path}/runs/my\ndata: {{root: {tmp_path}}}\n")
+    words = ["model.path=builtin:tiny", "model.reward=rule:arithmetic"]
+    with pytest.raises(ConfigError, match=r"data\.files='\*\.jsonl'"):
+        plan_submission(tmp_path / "my.yaml", words, cluster="local")
+
+
+def test_names_that_are_never_data_are_not_chosen() -> None:
+    names = ["a.jsonl", "._a.jsonl", ".#a.jsonl", ".ipynb_checkpoints/a-checkpoint.jsonl"]
+    assert (
+        chosen("**/*.jsonl", *names)
+        == choose(names, None, lambda _: b"", root="D", key="data.root")
+        == ["a.jsonl"]
+    )
+    saved = ["data/state.json", "data/data-00000-of-00001.arrow", "data/cache-1a.arrow"]
+    assert chosen("data/*.arrow", *saved) == ["data/data-00000-of-00001.arrow"]

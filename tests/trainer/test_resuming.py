@@ -30,7 +30,7 @@ from verl_slurm.checkpoint.store.chunks import entry_of
 from verl_slurm.checkpoint.store.frozen import store_frozen
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import DistributedConfig, EncryptionConfig, TrainConfig
-from verl_slurm.dataset.fingerprint.data_record import fingerprint
+from verl_slurm.dataset.fingerprint.data_record import data_place, fingerprint
 from verl_slurm.dataset.fingerprint.stored_tree import record_tree
 from verl_slurm.runtime_state import ledger
 from verl_slurm.runtime_state.ledger import Ledger
@@ -119,6 +119,23 @@ def test_a_file_of_what_is_held_out_that_is_away_is_named_and_waited_for(tmp_pat
         check_manifest(saved, config, {"eval_data": fingerprint(held_out).digest}, paths)
     assert caught.value.where == str(held_out / "b.jsonl")
     assert names_missing_file(caught.value.one_line())
+
+
+def test_held_out_files_beside_those_of_the_glob_end_no_run_that_recorded_them(tmp_path: Path) -> None:
+    paths, held_out = RunPaths(private_dir(tmp_path / "run")), private_dir(tmp_path / "eval")
+    for name in ("test.jsonl", "train.jsonl"):
+        (held_out / name).write_text("{}\n")
+    was = fingerprint(held_out)
+    record_tree(private_dir(paths.frozen), was)
+    saved = private_dir(tmp_path / "step_000001")
+    write_manifest(saved, world_size=2, files=(), frozen={"eval_data": was.digest})
+    config = run_config(ranks=2, eval_root=str(held_out), eval_files="test.jsonl")
+    place = data_place(held_out, "test.jsonl")
+    (held_out / "train.jsonl").unlink()
+    check_manifest(saved, config, {"eval_data": fingerprint(place).digest}, paths)
+    (held_out / "test.jsonl").write_text("[]\n")
+    with pytest.raises(DataError, match="not what the run started with: eval_data"):
+        check_manifest(saved, config, {"eval_data": fingerprint(place).digest}, paths)
 
 
 def test_resume_names_a_checkpoint_of_the_run_or_a_path() -> None:

@@ -26,6 +26,7 @@ from verl_slurm.base.bounded import (
 from verl_slurm.base.errors import UNREADABLE, DataError
 from verl_slurm.base.tree import open_below, open_directory
 from verl_slurm.checkpoint.format.specification import CHAT_TEMPLATE
+from verl_slurm.dataset.prompts.choice import is_never_data
 
 # The files of a transformers tokenizer.
 TOKENIZER_FILES = (
@@ -82,10 +83,9 @@ def take_small_files(model_dir: Path, into: Path) -> None:
 
 def is_small(path: str, num_bytes: int) -> bool:
     """Returns whether an export may take the file at `path` of a model directory."""
-    of_weights = path.endswith(".index.json")
-    return (
-        "/" not in path and path.endswith(_SUFFIXES) and not of_weights and num_bytes <= TOKENIZER.num_bytes
-    )
+    if "/" in path or path.endswith(".index.json") or is_never_data(path):
+        return False
+    return path.endswith(_SUFFIXES) and num_bytes <= TOKENIZER.num_bytes
 
 
 def small_digests(model_dir: Path) -> dict[str, str]:

@@ -223,6 +223,7 @@ def _drill(draft: Draft) -> list[Finding]:
 
 def _inputs(draft: Draft) -> list[Finding]:
     config, begun = draft.runs, has_begun(draft.paths)
+    run_directory.refuse_below_inputs(draft.config)
     # First: `model_files.said_of` looks built-ins up by name, and an unknown one has no config.json.
     check_names(config)
     require_engine(config)
@@ -253,6 +254,7 @@ def _inputs(draft: Draft) -> list[Finding]:
 
 
 def _program(draft: Draft) -> list[Finding]:
+    run_directory.refuse_below_inputs(draft.config)
     found = check_guest(draft.runs)
     if data_of(draft.config) is None:
         found.append(skipped("whether the data stays the same between attempts; data.root names it"))

@@ -274,7 +274,7 @@ def _confirmed_drift(
     old = prints.read(paths) if plan.begun else None
     # A change that may be accepted is read in full, since the record is what later looks are compared with.
     seen = prints.look(paths, place, old, may_record=confirm_drift is not None)
-    drift = (prints.drift(old, seen.found) or None) if old is not None else None
+    drift = (seen.drift_from(old) or None) if old is not None else None
     # Without its record a run still knows what its newest checkpoint was trained on, if not which files these were.
     if old is None and plan.begun and (trained := data_digest(paths)) and trained != seen.found.digest:
         if confirm_drift is None:

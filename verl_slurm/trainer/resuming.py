@@ -23,6 +23,7 @@ from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config.elastic import require_same_step
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.dataset.fingerprint.data_record import data_place, is_recorded
 from verl_slurm.runtime_state import ledger
 from verl_slurm.runtime_state.format import Arrays, RuntimeState
 from verl_slurm.save.ranks import rng
@@ -110,13 +111,19 @@ def check_manifest(
         require_same_step(_saved_config(reader), config, where=directory)
     # The reward may be replaced while a run goes on: `reward.reward_files` knows which one it must be.
     roles = sorted((manifest.frozen.keys() | frozen.keys()) - {"reward"})
-    changed = [role for role in roles if manifest.frozen.get(role) != frozen.get(role)]
+    places = {
+        "reference": data_place(config.model.path, None),
+        "eval_data": data_place(config.data.eval_root or "", config.data.eval_files),
+    }
+    digests = {role: (manifest.frozen.get(role, ""), frozen.get(role, "")) for role in roles}
+    changed = [
+        role
+        for role, (was, now) in digests.items()
+        if was != now and not (role in places and is_recorded(paths.frozen, was, now, places[role]))
+    ]
     if changed:
         # A purge, or a refresh in mid-way: with these words the daemon waits for the file (`names_missing_file`).
-        places = {"reference": config.model.path, "eval_data": config.data.eval_root}
-        trees = [
-            (manifest.frozen.get(role, ""), Path(places[role] or "")) for role in changed if role in places
-        ]
+        trees = [(digests[role][0], places[role]) for role in changed if role in places]
         gone = next(filter(None, (lacking_file(paths, *tree) for tree in trees)), "")
         raise DataError(
             f"what does not train is not what the run started with: {', '.join(changed)}",

@@ -29,6 +29,7 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.dataset.fingerprint.data_record import (
     Fingerprint,
     check_dataset,
+    data_place,
     fingerprint,
     read as read_fingerprint,
 )
@@ -469,7 +470,7 @@ def _first_look(
     # A daemon has just compared the data set with its fingerprint, and may have accepted a change.
     recorded = read_fingerprint(paths) if session.has_daemon else None
     data_root, model_path = Path(config.data.root), Path(config.model.path)
-    data = recorded or check_dataset(paths, data_root)
+    data = recorded or check_dataset(paths, data_place(data_root, config.data.files))
     # Read in full at each start: `pinned_model` holds the files that are loaded against these digests.
     model = fingerprint(model_path)
     if config.checkpoint.store_frozen:
@@ -478,7 +479,7 @@ def _first_look(
     frozen = {"reference": model.digest}
     files = {"data.root": _may_hold_prompts(data)}
     if config.data.eval_root is not None:  # it decides which prompts do not train
-        held_out = fingerprint(config.data.eval_root)
+        held_out = fingerprint(data_place(config.data.eval_root, config.data.eval_files))
         record_tree(private_dir(paths.frozen, inside=paths.run), held_out)  # names a file that is away later
         frozen["eval_data"], files["data.eval_root"] = held_out.digest, _may_hold_prompts(held_out)
     template = None

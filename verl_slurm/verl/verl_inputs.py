@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from verl_slurm.config.roles import data_root
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.dataset.fingerprint.data_record import DataPlace
+from verl_slurm.dataset.fingerprint.data_record import DataPlace, data_place
 from verl_slurm.verl.overrides import Setting, judged, value_at
 from verl_slurm.verl.releases import Entry
 
@@ -85,10 +85,13 @@ def inputs_of(entry: Entry, settings: Mapping[str, Any], said: Mapping[str, Sett
 
 
 def data_of(config: RunConfig) -> DataPlace | None:
-    """Returns the data whose fingerprint tells whether it is still that of the first start: `data.root`, or the
-    absolute paths that verl's settings name outside of an image; None: neither is there.
+    """Returns the data whose fingerprint tells whether it is still that of the first start: `data.root`, of which our
+    own trainer reads what `data.files` takes, or the absolute paths that verl's settings name outside of an image;
+    None: neither is there.
     """
     root = data_root(config)
+    if root is not None and not config.trainer.is_guest:
+        return data_place(root, config.data.files)
     # What an image brings is not seen from outside of it.
     if root is not None or config.trainer.backend != "verl" or config.slurm.container is not None:
         return root

@@ -24,7 +24,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.tree import list_tree, names_in, open_below, open_directory
 from verl_slurm.checkpoint.format.info import Problem, Verdict
 from verl_slurm.checkpoint.store.quarantine import move_to_quarantine
-from verl_slurm.dataset.fingerprint.data_record import Fingerprint
+from verl_slurm.dataset.fingerprint.data_record import DataPlace, Fingerprint, narrowed, root_of
 from verl_slurm.dataset.fingerprint.entries import recorded_tree
 from verl_slurm.dataset.fingerprint.stored_tree import record_tree, store_tree
 
@@ -121,10 +121,10 @@ def _differences(expected: _Contents, found: _Contents, unread: set[str]) -> lis
     return problems
 
 
-def lacking_file(paths: RunPaths, digest: str, tree: Path) -> str:
-    """Returns a file of the recorded model that `tree` has not; empty: it has all, or there is no record."""
-    record = recorded_tree(paths.frozen, digest)
-    names = record.files if record is not None else ()
+def lacking_file(paths: RunPaths, digest: str, place: DataPlace) -> str:
+    """Returns a file of the recorded tree that is not in `place`; empty: all are, or there is no record."""
+    record, tree = recorded_tree(paths.frozen, digest), root_of(place)
+    names = narrowed(record, place).files if record is not None else ()
     return next((str(tree / name) for name in names if not os.path.lexists(tree / name)), "")
 
 

@@ -214,7 +214,7 @@ def _drift(run: RunPaths) -> tuple[list[str], ExitCode]:
         return [f"not looked at: {error.one_line()}"], error.exit_code
     except OSError as error:
         return [f"not looked at: {error}"], ExitCode.DATA
-    drift = asdict(prints.drift(old, seen.found))
+    drift = asdict(seen.drift_from(old))
     lines = [f"{kind} {name}" for kind, names in drift.items() for name in names]
     return lines, ExitCode.DATASET_DRIFT if lines else ExitCode.OK
 
@@ -249,6 +249,10 @@ def fingerprint(place: Path, against: RunPaths | None, full: bool, as_json: bool
             where, remedy = place / "run.yaml", "set data.root, or give the data's directory"
             raise NotFound("the run was not told which data it has", where=where, remedy=remedy)
         root, cache = known, RunPaths(place.resolve()).hash_cache
+    elif against is not None and isinstance(
+        its := data_of(load_resolved(against.run_yaml)), prints.GlobPlace
+    ):
+        root = prints.data_place(place, its.pattern)  # the record has no other files
     seen = prints.survey(root, cache=cache, full=full)
     now = seen.found
     for notice in (*seen.notices, prints.remember(cache, seen)):
@@ -261,7 +265,7 @@ def fingerprint(place: Path, against: RunPaths | None, full: bool, as_json: bool
     if against is not None and old is None:
         remedy = "it gets one when it is submitted"
         raise NotFound("the run has no fingerprint yet", where=against.fingerprint, remedy=remedy)
-    changes = {} if old is None else asdict(prints.drift(old, now))
+    changes = {} if old is None else asdict(seen.drift_from(old))
     # Without a fingerprint to compare with nothing has changed, and the exit code is 0.
     same = not any(changes.values())
     if as_json:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from verl_slurm.base import bounded
 from verl_slurm.base.errors import CheckpointCorrupt, DataError, DatasetDrift
@@ -30,17 +31,30 @@ from verl_slurm.dataset.fingerprint.entries import (
     Kind,
     drift as drift,
     parse,
+    recorded_tree,
     render,
     sealed,
 )
 from verl_slurm.dataset.fingerprint.file_hashing import Hashed, ListedFile, hash_files, stamp_of
+from verl_slurm.dataset.prompts.choice import data_names, is_never_data, matches, reaches
 
-DataPlace = Path | str | tuple[str, ...]
-"""Where a data set is: a directory; or, as verl names them, files and directories, each by its absolute path."""
+
+@dataclass(frozen=True)
+class GlobPlace:
+    """The files below `root` that `pattern` takes, as `data.files` has it."""
+
+    root: Path
+    pattern: str
+
+
+DataPlace = Path | str | GlobPlace | tuple[str, ...]
+"""Where a data set is: a directory; some files of it; or, as verl names them, files and directories, each by its
+absolute path."""
 
 _NO_STAMP = (0, 0, 0, 0)
 # A tree that changes this often while it is read is being written to.
 _ATTEMPTS = 3
+_MOST_NAMED = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +65,7 @@ class Survey:
     unnoticed: tuple[str, ...]
     """Full looks: files whose content differs from the cache's, although their stamp is the same."""
     notices: tuple[str, ...]
+    place: DataPlace
     root: Path
     files: dict[str, ListedFile]
     hashed: dict[str, Hashed]
@@ -65,9 +80,18 @@ class Survey:
     def num_read(self) -> int:
         return len(self.read_now)
 
+    def drift_from(self, recorded: Fingerprint) -> Drift:
+        """Returns the differences from what was recorded of this place."""
+        return drift(narrowed(recorded, self.place), self.found)
 
-def fingerprint(root: Path | str) -> Fingerprint:
-    """Reads and hashes the whole tree below `root`.
+
+def data_place(root: Path | str, pattern: str | None) -> DataPlace:
+    """Returns the place of data whose files a glob may choose: `data.root` and `data.files`, or those held out."""
+    return Path(root) if pattern is None else GlobPlace(Path(root), pattern)
+
+
+def fingerprint(root: DataPlace) -> Fingerprint:
+    """Reads and hashes the whole tree below `root`, but for what is never data (`choice.data_names`).
 
     Raises:
         DataError: it is missing, no directory, without a file, unreadable, holds a broken link, a loop of links, a
@@ -96,14 +120,14 @@ def survey(
     # Before anything is read: a file is old enough for the cache if it was old at this moment.
     began_ns = clock_ns()
     old, notice = hash_cache.load(cache) if cache else ({}, None)
-    root = _root_of(place)
+    root = root_of(place)
     # A full look starts with no hashes: what the cache says is then compared with what was read.
     known = {} if full else dict(old)
     read_now: set[str] = set()
     # Hash, then walk again: only a tree that looks the same before and after was read as one state.
     for _ in range(_ATTEMPTS + 1):
         # Without hashes to compare with, the first walk needs the names alone.
-        files, folders = _listed(place, numbers=bool(known))
+        files, folders, left_out = _listed(place, numbers=bool(known))
         devices = hash_cache.devices_with_ctime(root, files) if old and not full else frozenset()
         # By stamp: a file that was written meanwhile has another one, and is read again.
         unknown = [
@@ -135,9 +159,10 @@ def survey(
         if path in files and one.stamp == known[path].stamp and one.sha256 != known[path].sha256
     ]
     return Survey(
-        found=_assembled(root, files, folders, known),
+        found=_assembled(place, files, folders, known),
         unnoticed=tuple(sorted(wrong)),
-        notices=(notice,) if notice else (),
+        notices=tuple(filter(None, (notice, _said(place, left_out)))),
+        place=place,
         root=root,
         files=files,
         hashed=known,
@@ -189,7 +214,7 @@ def look(
         return survey(place)
     seen = survey(place, cache=paths.hash_cache)
     # The cached look has shown a change. What is accepted instead is read in full before it is recorded.
-    if may_record and drift(recorded, seen.found):
+    if may_record and seen.drift_from(recorded):
         return survey(place)
     return seen
 
@@ -206,7 +231,9 @@ def check_dataset(
 
     Args:
         trained_on: the digest in the newest checkpoint, for a run that has lost its record; empty: not known.
-        notice: called for a hash cache that cannot be read or stored.
+        notice: called for a hash cache that cannot be read or stored, and for files that are never data.
+
+    Returns the record.
 
     Raises:
         DatasetDrift: the data differs; `found` names the differing files. Its cause is a FileNotFoundError where files
@@ -222,7 +249,7 @@ def check_dataset(
     if recorded is None:
         require_trained_on(seen.found, trained_on, place)
         write(paths, seen.found)
-    elif difference := drift(recorded, seen.found):
+    elif difference := seen.drift_from(recorded):
         raise DatasetDrift(
             "the data set is not the one the run started with",
             where=place_of(place),
@@ -230,7 +257,8 @@ def check_dataset(
             expected=f"the files of {paths.fingerprint}",
             remedy="restore the data, or accept the change with verl-slurm submit --force-resume",
         ) from _missing_alone(difference, seen)
-    return seen.found
+    # The record, which may have names that are left out today: manifests bear its digest.
+    return recorded or seen.found
 
 
 def _missing_alone(difference: Drift, seen: Survey) -> FileNotFoundError | None:
@@ -259,21 +287,120 @@ def require_trained_on(found: Fingerprint, trained_on: str, place: DataPlace) ->
 
 def place_of(place: DataPlace) -> str:
     """Returns the words for where a data set is."""
+    if isinstance(place, GlobPlace):
+        return str(place.root / place.pattern)
     return ", ".join(place) if isinstance(place, tuple) else str(place)
 
 
-def _root_of(place: DataPlace) -> Path:
+def root_of(place: DataPlace) -> Path:
+    """Returns the directory that the paths of its fingerprint are relative to."""
+    if isinstance(place, GlobPlace):
+        return place.root
     return Path("/" if isinstance(place, tuple) else place)
 
 
-def _listed(place: DataPlace, *, numbers: bool) -> tuple[dict[str, ListedFile], list[str]]:
-    """Returns the files by path, and the paths of directories. Raises as `survey`."""
-    files: dict[str, ListedFile] = {}
-    folders: list[str] = []
-    root = _root_of(place)
+def narrowed(recorded: Fingerprint, place: DataPlace) -> Fingerprint:
+    """Returns a record without the names that a look at `place` leaves out: it may be older than this rule, or than
+    the glob's.
+    """
+    kept = set[str]()
+    for _, prefix, pattern in _parts(place):
+        inside = {
+            name.removeprefix(prefix): one for name, one in recorded.files.items() if name.startswith(prefix)
+        }
+        empty = {name for name, one in inside.items() if one.kind == "directory"}
+        kept |= {prefix + name for name in data_names(inside.keys() - empty, pattern)}
+        kept |= {prefix + name for name in empty if pattern is None and not is_never_data(name)}
+        kept.add(prefix[:-1])  # verl's file itself
+    files = {name: entry for name, entry in recorded.files.items() if name in kept}
+    return recorded if len(files) == len(recorded.files) else sealed(files)
 
-    def take(entry: Entry) -> bool:
-        path, info = entry.path, entry.info
+
+def is_recorded(folder: Path, digest: str, found: str, place: DataPlace) -> bool:
+    """Returns whether `found` is the recorded digest of a tree, or that of its record in `folder`, narrowed to `place`.
+    Raises OSError if storage does not answer.
+    """
+    if found == digest:
+        return True
+    record = recorded_tree(folder, digest)
+    return record is not None and narrowed(record, place).digest == found
+
+
+class _Part(NamedTuple):
+    folder: Path | str
+    """A file, where verl names one."""
+    prefix: str
+    """Of its names in the fingerprint."""
+    pattern: str | None
+
+
+def _parts(place: DataPlace) -> list[_Part]:
+    if isinstance(place, GlobPlace):
+        return [_Part(place.root, "", place.pattern)]
+    if isinstance(place, tuple):
+        return [_Part(one, one.lstrip("/") + "/", None) for one in place]
+    return [_Part(place, "", None)]
+
+
+def _listed(place: DataPlace, *, numbers: bool) -> tuple[dict[str, ListedFile], list[str], list[str]]:
+    """Returns the files by path, the paths of directories, and what is never data. Raises as `survey`."""
+    listing = _Listing(place, numbers)
+    if isinstance(place, tuple):
+        for part in _parts(place):
+            info = os.stat(part.folder)
+            if stat.S_ISDIR(info.st_mode):
+                listing.walk(part)
+            else:
+                listing.add(part.prefix[:-1], Entry("", info, os.path.islink(part.folder)))
+        # Of directories that verl names, the files alone are data: pandas reads them as one table.
+        return listing.files, [], listing.left_out
+    try:
+        listing.walk(*_parts(place))
+    except OSError as error:
+        where = root_of(place) / os.fsdecode(error.filename or "")
+        error.filename = str(where)
+        raise _data_error(
+            "the data set cannot be read", where, error.strerror, "a directory of files"
+        ) from error
+    return listing.files, [] if isinstance(place, GlobPlace) else listing.folders, listing.left_out
+
+
+class _Listing:
+    def __init__(self, place: DataPlace, numbers: bool) -> None:
+        self._place, self._numbers = place, numbers
+        self.files: dict[str, ListedFile] = {}
+        self.folders: list[str] = []
+        self.left_out: list[str] = []
+
+    def walk(self, part: _Part) -> None:
+        """Takes what may be data. OSError: the directory, or one below, cannot be read."""
+        prefix, pattern, names = part.prefix, part.pattern, list[str]()
+
+        def keep(entry: Entry) -> bool:
+            name, is_folder = entry.path, stat.S_ISDIR(entry.info.st_mode)
+            if not is_folder:
+                names.append(name)
+            # What the glob does not take may be anything, and change: logs, an environment, the run itself.
+            if pattern is not None and not (reaches if is_folder else matches)(pattern, name):
+                return False
+            # Before its kind is asked: the lock of an editor may be a broken link.
+            if is_never_data(name):
+                self.left_out.append(prefix + name)
+                return False
+            return self.add(prefix + name, entry)
+
+        # The way to it may have links, and it may be one.
+        with open_directory(part.folder, follow=True) as fd:
+            list_tree(fd, follow=True, numbers=self._numbers, keep=keep)
+        # Now that it is known which directories `datasets` saved.
+        kept = set(data_names(names))
+        for name in names:
+            if name not in kept and self.files.pop(prefix + name, None) is not None:
+                self.left_out.append(prefix + name)
+
+    def add(self, path: str, entry: Entry) -> bool:
+        """Takes one entry; returns whether it is a directory."""
+        info = entry.info
         if not path.isascii():
             try:
                 path.encode()
@@ -282,54 +409,40 @@ def _listed(place: DataPlace, *, numbers: bool) -> tuple[dict[str, ListedFile], 
                     "a data file's name is no UTF-8", ascii(path), None, "a UTF-8 name"
                 ) from None
         if stat.S_ISREG(info.st_mode):
-            files[path] = ListedFile(stamp_of(info) if numbers else _NO_STAMP, info.st_dev, entry.followed)
+            stamp = stamp_of(info) if self._numbers else _NO_STAMP
+            self.files[path] = ListedFile(stamp, info.st_dev, entry.followed)
             return False
         if stat.S_ISDIR(info.st_mode) and not entry.is_too_deep:
-            folders.append(path)
+            self.folders.append(path)
             return True
         # Broken links, pipes, devices, and what lies too deep: training may fail on it, and nothing here can hash it.
         found = "a broken link" if entry.kind == "link" else f"a {entry.kind}, mode {info.st_mode:o}"
         expected = f"files and links to files, in at most {DEEPEST} folders"
         # What a link leads to may lie on a file system that is away.
-        absent = FileNotFoundError(errno.ENOENT, found, str(root / path)) if entry.kind == "link" else None
+        where = str(root_of(self._place) / path)
+        absent = FileNotFoundError(errno.ENOENT, found, where) if entry.kind == "link" else None
         raise _data_error(
-            "the data set cannot be read", place_of(place), f"{path}: {found}", expected
+            "the data set cannot be read", place_of(self._place), f"{path}: {found}", expected
         ) from absent
 
-    if isinstance(place, tuple):
-        _take_named(place, take)
-        # Of directories that verl names, the files alone are data: pandas reads them as one table.
-        return files, []
-    try:
-        # The way to it may have links, and it may be one.
-        with open_directory(place, follow=True) as fd:
-            list_tree(fd, follow=True, numbers=numbers, keep=take)
-    except OSError as error:
-        where = root / os.fsdecode(error.filename or "")
-        error.filename = str(where)
-        raise _data_error(
-            "the data set cannot be read", where, error.strerror, "a directory of files"
-        ) from error
-    return files, folders
 
-
-def _take_named(places: tuple[str, ...], take: Callable[[Entry], bool]) -> None:
-    """Takes the files of verl's data by their paths without the first slash."""
-    for place in places:
-        path, info = place.lstrip("/"), os.stat(place)
-        if not stat.S_ISDIR(info.st_mode):
-            take(Entry(path, info, os.path.islink(place)))
-            continue
-        with open_directory(place, follow=True) as fd:
-            for entry in list_tree(fd, follow=True):
-                take(Entry(f"{path}/{entry.path}", entry.info, entry.followed))
+def _said(place: DataPlace, left_out: list[str]) -> str:
+    if not left_out:
+        return ""
+    more = f" and {len(left_out) - _MOST_NAMED} more" if len(left_out) > _MOST_NAMED else ""
+    names = ", ".join(sorted(left_out)[:_MOST_NAMED])
+    return f"{place_of(place)}: left out of the fingerprint, as no trainer reads them: {names}{more}"
 
 
 def _assembled(
-    root: Path, files: dict[str, ListedFile], folders: list[str], known: dict[str, Hashed]
+    place: DataPlace, files: dict[str, ListedFile], folders: list[str], known: dict[str, Hashed]
 ) -> Fingerprint:
     if not files:
-        raise _data_error("the data set is empty", root, "no file below it", "at least one file")
+        where = place_of(place)
+        what = "no such file" if isinstance(place, GlobPlace) else "no file below it"
+        # A part of the directory may be a mount point without its file system.
+        absent = FileNotFoundError(errno.ENOENT, what, where)
+        raise _data_error("the data set is empty", where, what, "at least one file") from absent
     found = {}
     for path, file in files.items():
         kind: Kind = "link" if file.is_link else "file"

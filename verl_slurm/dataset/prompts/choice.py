@@ -14,6 +14,9 @@ tells its split by a word of its own in the file's name, or in that of a directo
 `data.files` is a glob relative to the root: `*` and `?` stay within a name, `**/` is any number of directories. Files
 are read in the order of their paths.
 
+Names that no trainer reads are never data (`data_names`): of editors, Git and file systems, and the caches that
+`datasets` writes beside what it saved.
+
 Whether the data is whole is told by names, too: of shards (`train-00000-of-00003.parquet`), and of what programs that
 download or copy write before a file is there (`train.jsonl.part`).
 """
@@ -47,6 +50,14 @@ _OF_RSYNC = re.compile(r"\.(.+)\.[A-Za-z0-9]{6}")
 _OF_THE_HUB = ".cache/huggingface/download/"
 """Where `hf download --local-dir` keeps what is not there yet."""
 _SHOWN = 4
+# Of editors, office programs, notebooks, Git, downloads, and of NFS, macOS and Windows.
+_NEVER_DATA = re.compile(
+    r"(?:^|/)(?:\.[^/]+\.(?:sw[a-z]|kate-swp)|[^/]+~|\.#[^/]+|#[^/]+#|\.~lock\.[^/]+#|~\$[^/]+|\.ipynb_checkpoints"
+    r"|\.git|\.cache/huggingface/download|\.nfs[0-9a-f]{8,}|\.DS_Store|\._[^/]+|Thumbs\.db|desktop\.ini)(?:/|$)"
+)
+_SAVED = "state.json"
+# `Dataset.map` and its like beside a saved data set: what is done, and what NamedTemporaryFile calls it before.
+_CACHE = re.compile(r"cache-[^/]+\.arrow|tmp[a-z0-9_]{8}")
 
 
 class _State(msgspec.Struct):
@@ -69,9 +80,10 @@ def choose(
         DataError: no file, or more than one reading of the directory.
     """
     files_key = key.replace("root", "files")
+    names = data_names(names)
     if pattern is not None:
         # Sorted: the order decides which prompt is which number, and storage lists names in any order.
-        chosen = sorted(name for name in names if _matches(pattern, name))
+        chosen = sorted(name for name in names if matches(pattern, name))
         if not chosen:
             raise DataError(
                 f"no file matches {files_key}={pattern}",
@@ -92,7 +104,7 @@ def choose(
     if jsonl := [name for name in top if name.endswith(".jsonl")]:
         return _of_one_split(jsonl, names, root, key)
     # Before the kinds below: the cache files of `datasets` may lie beside the data, as *.arrow, too.
-    if "state.json" in top and any(name.endswith(".arrow") for name in top):
+    if _SAVED in top and any(name.endswith(".arrow") for name in top):
         return _saved(top, read, root)
     if "dataset_dict.json" in top:
         splits = sorted({name.partition("/")[0] for name in names if name.endswith("/state.json")})
@@ -121,6 +133,25 @@ def choose(
 
 
 _CONVERT = 'convert it to JSON Lines, {"prompt": ..., "answer": ...} on each line'
+
+
+def is_never_data(name: str) -> bool:
+    """Returns whether no trainer reads a file or directory of that name, relative to the root, or what is in it."""
+    return _NEVER_DATA.search(name) is not None
+
+
+def data_names(names: Iterable[str], pattern: str | None = None) -> list[str]:
+    """Returns the names that may be of data, and that `pattern` takes, if there is one."""
+    names = list(names)
+    saved = {_prefix(name) for name in names if name.rpartition("/")[2] == _SAVED}
+
+    def may_be(name: str) -> bool:
+        folder = _prefix(name)
+        if is_never_data(name) or (folder in saved and _CACHE.fullmatch(name, len(folder))):
+            return False
+        return pattern is None or matches(pattern, name)
+
+    return [name for name in names if may_be(name)]
 
 
 def splits_of(names: Iterable[str]) -> set[str]:
@@ -191,7 +222,7 @@ def takes(pattern: str | None, chosen: Collection[str]) -> Callable[[str], bool]
     """Returns a function that tells whether a further file would be read as `chosen` are."""
     kinds, splits = {_suffix(name) for name in chosen}, {"", "train"} | splits_of(chosen)
     if pattern is not None:
-        return lambda name: _matches(pattern, name)
+        return lambda name: matches(pattern, name)
     return lambda name: _suffix(name) in kinds and _split(name) in splits
 
 
@@ -258,7 +289,7 @@ def _proposal(held: list[str], names: Iterable[str], key: str) -> str:
         stars = f"{folder}*{word[0]}" if word.start() > len(folder) else start
         patterns = [f"{stars}*{kind}", f"{start}*{kind}"]
     for pattern in patterns:
-        taken = {_split(name) for name in names if _matches(pattern, name)}
+        taken = {_split(name) for name in names if matches(pattern, name)}
         if taken == {_split(first)}:
             return f"set {files_key}='{pattern}'"
     return f"set {files_key}='{first}'"
@@ -333,7 +364,15 @@ def _remedy(names: Collection[str], root: object, key: str, files_key: str) -> s
     return f"set {key} to a directory with prompts"
 
 
-def _matches(pattern: str, name: str) -> bool:
+def reaches(pattern: str, folder: str) -> bool:
+    """Returns whether a glob may match a file in `folder` or below; `folder` is relative, and `.` the root."""
+    above = pattern.split("/")[:-1]
+    # Each beginning of the glob's folders; one that ends in `**` takes all that is below it.
+    heads = ("/".join([*above[:n], *["*"] * (above[n - 1] == "**")]) for n in range(1, len(above) + 1))
+    return folder == "." or any(matches(head, folder) for head in heads)
+
+
+def matches(pattern: str, name: str) -> bool:
     """Returns whether a glob matches all of `name`."""
     # Every reading of the glob at once: the work grows with the product of both lengths. One regular expression for all
     # of it tries one reading after the other, and each `**/` multiplies their number.

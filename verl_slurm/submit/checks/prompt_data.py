@@ -18,6 +18,7 @@ from verl_slurm.checks.probe_command import run_to_end
 from verl_slurm.config.schema import BUILTIN, RunConfig
 from verl_slurm.dataset.prompts.chat_template import has_template, model_template, read_template
 from verl_slurm.dataset.prompts.choice import (
+    data_names,
     is_data,
     missing_shards,
     names_shards,
@@ -192,7 +193,7 @@ def _beside(root: Path, names: Sequence[str]) -> list[str]:
     if (root / folder / "state.json").exists():
         return []  # of `datasets`, whose caches lie beside its files
     there = sorted(os.path.normpath(folder / name) for name in os.listdir(root / folder))
-    return [name for name in there if is_data(name) and name not in names][:_MOST_NAMED]
+    return [name for name in data_names(there) if is_data(name) and name not in names][:_MOST_NAMED]
 
 
 def recognize(config: RunConfig, answer_key: str | None = None) -> tuple[RunConfig, str]:

@@ -35,8 +35,16 @@ from verl_slurm.checkpoint.tiers.fetch import newer_in_tiers
 from verl_slurm.config.load import load_resolved
 from verl_slurm.config.reward_spec import parse_reward, source_file
 from verl_slurm.config.schema import BUILTIN, RunConfig
-from verl_slurm.dataset.fingerprint.data_record import fingerprint
+from verl_slurm.dataset.fingerprint.data_record import (
+    DataPlace,
+    GlobPlace,
+    data_place,
+    fingerprint,
+    narrowed,
+    root_of,
+)
 from verl_slurm.dataset.fingerprint.entries import recorded_tree
+from verl_slurm.dataset.prompts.choice import data_names
 from verl_slurm.journal.files import read_history
 from verl_slurm.runs.liveness import refuse_living
 from verl_slurm.wire.reward_plan import read_reward_plan
@@ -105,6 +113,7 @@ def check_frozen_inputs(config: RunConfig, paths: RunPaths, name: str) -> list[s
         return []
     notes, changed = list[str](), dict[str, tuple[str, str]]()
     trees = {"reference": config.model.path, "eval_data": config.data.eval_root or ""}
+    globs = {"eval_data": config.data.eval_files}
     files = {"chat_template": config.data.chat_template}
     # The last replacement is in force, or will be made again.
     reward, expected = config.model.reward, was.get("reward", "")
@@ -125,7 +134,7 @@ def check_frozen_inputs(config: RunConfig, paths: RunPaths, name: str) -> list[s
                 continue
             found = "" if now == digest else f"{files[role]} has SHA-256 {now}"
         elif trees.get(role):
-            found = _changed(paths, Path(trees[role]), digest)
+            found = _changed(paths, data_place(trees[role], globs.get(role)), digest)
         else:
             continue
         if found is None:
@@ -146,22 +155,25 @@ def check_frozen_inputs(config: RunConfig, paths: RunPaths, name: str) -> list[s
     return notes
 
 
-def _changed(paths: RunPaths, tree: Path, digest: str) -> str | None:
+def _changed(paths: RunPaths, place: DataPlace, digest: str) -> str | None:
     """Returns how a tree differs from the recorded one; empty: not at all; None: too large to be read, of equal
     sizes.
     """
+    tree = root_of(place)
     if not tree.is_dir():  # e.g. a built-in model, which is built again
         return None
     try:
         sizes = {path: info.st_size for path, info in files_below(tree, follow=True).items()}
         record = recorded_tree(paths.frozen, digest)
+        record = record and narrowed(record, place)
         # First: it names the file.
         for path, entry in record.files.items() if record is not None else ():
             if entry.kind == "file" and sizes.get(path) != entry.size:
                 return f"{tree / path} has {sizes.get(path, 'no')} bytes, not {entry.size}"
-        if sum(sizes.values()) <= _MOST_READ:
-            now = fingerprint(tree).digest
-            return "" if now == digest else f"{tree} has the digest {now}"
+        pattern = place.pattern if isinstance(place, GlobPlace) else None
+        if sum(sizes[name] for name in data_names(sizes, pattern)) <= _MOST_READ:
+            now = fingerprint(place).digest
+            return "" if now == (record.digest if record else digest) else f"{tree} has the digest {now}"
     except (OSError, DataError) as error:
         return str(error)
     return None

@@ -8,7 +8,7 @@ No room for a single checkpoint is refused; room for one, but not for all, is a 
 import grp
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from verl_slurm.base.errors import ConfigError, NoRoom, PermissionRefused
@@ -21,12 +21,14 @@ from verl_slurm.checkpoint.store.frozen import frozen_digests
 from verl_slurm.checkpoint.store.medium import room_for
 from verl_slurm.checks import Finding, good, warn
 from verl_slurm.config.load import left_of_run, no_run
-from verl_slurm.config.roles import trained_roles
+from verl_slurm.config.reward_spec import parse_reward
+from verl_slurm.config.roles import data_root, trained_roles
 from verl_slurm.config.schema import BUILTIN, RunConfig
+from verl_slurm.dataset.prompts.choice import reaches
 from verl_slurm.submit.checks.model_files import num_parameters
 from verl_slurm.submit.undoing import only_submitter
 from verl_slurm.verl.overrides import user_settings
-from verl_slurm.verl.verl_inputs import bytes_per_parameter, inputs_of, said_settings
+from verl_slurm.verl.verl_inputs import bytes_per_parameter, data_of, inputs_of, said_settings
 
 _FILES_PER_RANK = 8
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -114,6 +116,51 @@ def check_surroundings(config: RunConfig) -> list[Finding]:
     # A group's directory is an ordinary place for runs: its members can take the run away, and are trusted not to.
     said = f"others can rename the run, or put another one in its place ({folder}: {what})"
     return [warn("run_dir", said, "the sticky bit prevents it (chmod +t)")]
+
+
+def refuse_below_inputs(config: RunConfig) -> None:
+    """Refuses a run (paths absolute) that writes below what it is held to, and so would find that changed at its next
+    start. ConfigError: with the key.
+    """
+    written: dict[str, str | None] = {
+        "run_dir": config.run_dir,
+        "checkpoint.local_dir": config.checkpoint.local_dir,
+        "observability.targets_dir": config.observability.targets_dir,
+        **{f"tiers: {tier.name}.path": tier.path for tier in config.tiers},
+    }
+    for read, folder, pattern in _fingerprinted(config):
+        for key, place in written.items():
+            inside = os.path.relpath(os.path.realpath(place), os.path.realpath(folder)) if place else ".."
+            # The files that a glob takes count alone, wherever else the run writes.
+            if inside.split("/")[0] == ".." or (pattern is not None and not reaches(pattern, inside)):
+                continue
+            files_key = read.replace("root", "files")
+            way = f", or name the files alone, e.g. {files_key}='*.jsonl'" if read.endswith("root") else ""
+            raise ConfigError(
+                "the run would write below what each start compares with the first one",
+                where=f"{key}={place}",
+                found=f"a place within {read}={folder}{f', {files_key}={pattern}' if pattern else ''}",
+                expected="a place outside",
+                remedy=f"set another {key.partition(':')[0]} or {read}{'' if config.trainer.is_guest else way}",
+            )
+
+
+def _fingerprinted(config: RunConfig) -> Iterator[tuple[str, str, str | None]]:
+    """Yields the directories, each with its key and the glob of the files that count, if there is one."""
+    data, model, reward = config.data, config.model, parse_reward(config.model.reward)
+    root = data_root(config)
+    places = data_of(config) if root is None else None
+    yield from (("verl.data", place, None) for place in (places if isinstance(places, tuple) else ()))
+    found: list[tuple[str, str, str | None]] = [("data.root", str(root or ""), None)]
+    if not config.trainer.is_guest:
+        scored = reward.name if reward is not None and reward.kind == "classifier" else ""
+        found = [
+            ("data.root", data.root, data.files),
+            ("data.eval_root", data.eval_root or "", data.eval_files),
+            ("model.path", model.path, None),
+            ("model.reward", scored, None),
+        ]
+    yield from (one for one in found if one[1] and not one[1].startswith(BUILTIN))
 
 
 def _is_read_only(place: Path) -> bool:

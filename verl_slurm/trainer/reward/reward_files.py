@@ -14,7 +14,7 @@ from verl_slurm.base.errors import DataError
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.reward_spec import parse_reward, source_file
-from verl_slurm.dataset.fingerprint.data_record import Fingerprint, fingerprint
+from verl_slurm.dataset.fingerprint.data_record import Fingerprint, fingerprint, is_recorded
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.trainer.reward.python import read_source
 from verl_slurm.trainer.reward.scoring import Reward
@@ -145,7 +145,9 @@ def _number(plan: RewardPlan, state: RewardState, position: Position) -> int:
 def _same(paths: RunPaths, reward: str, was: str | None, keep: Keep | None) -> str:
     found = digest_and_keep(paths, reward, keep)
     # Another reward of the same name would go on training silently, with other scores.
-    if was is not None and found != was:
+    spec = parse_reward(reward)
+    tree = spec.name if spec is not None and spec.kind == "classifier" else None
+    if was is not None and found != was and not (tree and is_recorded(paths.frozen, was, found, tree)):
         raise DataError(
             "the reward is not what the run was trained with",
             where=reward,
