@@ -438,7 +438,7 @@ def test_a_silent_slurm_does_not_tell_where_the_lead_is_and_is_asked_again(
     slurm, said = Slurm(), []
     mine = in_job_37(slurm, tmp_path, monkeypatch)
     monkeypatch.setattr(attempt_start, "IN_PLACE_S", (0.0,))
-    calls = attempt_start.Calls(mine.cause)
+    calls = attempt_start.SignalsHeard(mine.cause)
     asked = attempt_start.patiently(
         mine.address, calls.are_final, lambda error, pause: said.append(str(error))
     )

@@ -94,7 +94,7 @@ class Ground(NamedTuple):
     failed: OSError | VerlSlurmError | None = None
 
 
-class Calls:
+class SignalsHeard:
     """The signals that have come while the lead only waits, as at its start, and whether they end the wait.
 
     `cause`: of the allocation. An operator's signal ends none: a save is asked for, or the job was suspended.
@@ -164,7 +164,7 @@ async def prepare(root: Path, hostfile: Path | None) -> Ground:
     paths, config, host = RunPaths(Path(os.path.abspath(root))), RunConfig(), ""
     failed: OSError | VerlSlurmError | None = None
     early = LocalAllocation(config, paths) if job is None else SlurmAllocation(job, config, paths)
-    calls = Calls(early.cause)
+    calls = SignalsHeard(early.cause)
 
     async def interrupted() -> bool:
         # Signals are blocked until the lead listens, and stay pending for it.

@@ -90,7 +90,7 @@ class Lead:
         self._paths, self._config, self._allocation = paths, config, allocation
         self._failed = failed
         self._events: asyncio.Queue[inputs.Input] = asyncio.Queue()
-        self._calls = attempt_start.Calls(allocation.cause)
+        self._calls = attempt_start.SignalsHeard(allocation.cause)
         self._model = Model(Limits.of(config))
         steps = 0 if config.trainer.is_guest else config.train.steps  # a guest's loop says it itself
         self._status = Status(job_id=allocation.job_id, steps=steps, requeues=allocation.restart)
@@ -317,7 +317,7 @@ class Lead:
 
     async def _fill_tiers(self, effects: Effects) -> None:
         """Waits for the last checkpoint's way to the tiers, as the run is done. The job's own end ends it."""
-        calls = attempt_start.Calls(self._allocation.cause)
+        calls = attempt_start.SignalsHeard(self._allocation.cause)
 
         async def signalled() -> None:
             while not await calls.are_final():

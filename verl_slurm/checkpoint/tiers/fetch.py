@@ -130,8 +130,7 @@ def fetch_newest(
     reasons += refused
     # Without tier 0: the caller found nothing there that verifies.
     names, failure, look = newest_first(states[1:]), TierError, "look at the tiers"
-    if only or above:
-        wanted = {only, *(untold(paths, states, above) if above else ())}
+    if wanted := {only, *(untold(paths, states, above) if above else ())} if only or above else set():
         names = [name for name in names if name in wanted]
     needed = bool(only or not above)  # without it the run loses what it had
     for name in names:

@@ -169,17 +169,8 @@ def look_at(wanted: PromptsRequest) -> PromptsLook:
                     if rows >= _AT_LEAST_ROWS and time.monotonic() > until:
                         whole = False
                         break
-        except TooMuch as error:
-            raise DataError(
-                "not a file", where=path, found=error, expected="a regular file", remedy=f"set {wanted.key}"
-            ) from None
-        except OSError as error:
-            raise DataError(
-                "a data file cannot be read",
-                where=path,
-                found=error.strerror,
-                remedy=f"chmod u+r {shell_word(path)}",
-            ) from None
+        except (TooMuch, OSError) as error:
+            raise _unreadable(path, wanted.key, error) from None
     missing.refuse(rows)
     # The rest of the last batch.
     lengths.look()
@@ -199,6 +190,15 @@ def look_at(wanted: PromptsRequest) -> PromptsLook:
         numbers=numbers if has_sides and whole and len(numbers) == rows else None,
         begin=begin.tokens[0] if begin is not None and lengths.any else "",
     )
+
+
+def _unreadable(path: Path, key: str, error: TooMuch | OSError) -> DataError:
+    if isinstance(error, TooMuch):
+        return DataError(
+            "not a file", where=path, found=error, expected="a regular file", remedy=f"set {key}"
+        )
+    remedy = f"chmod u+r {shell_word(path)}"
+    return DataError("a data file cannot be read", where=path, found=error.strerror, remedy=remedy)
 
 
 def _rendered(render: Callable[[Messages], str], where: str, prompt: Messages) -> str:
