@@ -166,7 +166,7 @@ class Effects:
         cause = await self.attempt.allocation.cause(trigger)
         if self._due is not None:
             self._due.cancel()
-        # Nothing else may tell of a preemption before its grace time is used up.
+        # Slurm may say it by no other word before the grace time is used up.
         if cause.kind == "unknown":
             signal, _, where = trigger.partition(" to ")
             again = inputs.SignalArrived(signal, where, again=True)
