@@ -41,7 +41,9 @@ def _read(path: Path) -> set[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         name: ast.expr | None = None
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
-            if node.func.attr in ("get", "pop", "getenv") and "environ" in ast.unparse(node.func.value):
+            # Not what a function of ours makes of it.
+            value = ast.unparse(node.func.value)
+            if node.func.attr in ("get", "pop", "getenv") and value.endswith(("environ", "environ)")):
                 name = node.args[0]
         elif isinstance(node, ast.Subscript) and "environ" in ast.unparse(node.value):
             name = node.slice if isinstance(node.ctx, ast.Load) else None

@@ -208,6 +208,7 @@ def comes_back(stage: Stage) -> None:
 
 
 _Cell = tuple[str, str]
+_ROOM = "room in RUN for a checkpoint that is fetched or [divided](verl.md#another-number-of-gpus)"
 _NAMED = "the checkpoint that `checkpoint.resume_from` names, as an attempt begins"
 _MOVED = "RUN moved or unmounted, while ranks train"
 _SET_UP = "commands, Python and secrets of ranks and services"
@@ -273,13 +274,13 @@ SHOWN: dict[_Cell, str] = {
         "slurm/test_batch.py::test_a_python_that_stays_away_costs_a_requeue_and_not_the_job"
     ),
     ("RUN itself, as an attempt begins", "lies"): (
-        "base/test_fence.py::test_an_owner_that_cannot_be_read_is_refused_by_its_file"
+        "base/test_fence.py::test_a_copy_that_cannot_be_read_is_refused_by_its_file_where_no_claim_decides"
     ),
     ("RUN put back to a former copy of itself, while ranks train", "fails"): (
         "daemon/test_policy.py::test_a_wished_requeue_goes_on_without_a_save_where_none_can_succeed_in_this_attempt"
     ),
     ("RUN itself, while ranks train", "lies"): (
-        "base/test_fence.py::test_an_owner_that_cannot_be_read_is_refused_by_its_file"
+        "base/test_fence.py::test_a_copy_that_cannot_be_read_is_refused_by_its_file_where_no_claim_decides"
     ),
     ("RUN's checkpoints", "lies"): (
         "checkpoint/test_recover.py::"
@@ -293,6 +294,12 @@ SHOWN: dict[_Cell, str] = {
     ),
     ("the tier that has the only checkpoint", "lies"): (
         "daemon/test_resume.py::test_a_tier_gives_back_what_is_signed_and_nothing_else"
+    ),
+    (_ROOM, "fails"): (
+        "tiers/test_fetch.py::test_what_does_not_fit_here_is_waited_for_and_nothing_older_is_taken"
+    ),
+    (_ROOM, "hangs"): (
+        "tiers/test_fetch.py::test_a_fault_of_the_runs_own_storage_is_to_the_lead_as_a_tier_that_is_away"
     ),
     ("RUN's ledger", "lies"): (
         "runtime_state/test_ledger.py::"

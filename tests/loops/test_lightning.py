@@ -551,7 +551,7 @@ def test_a_patience_that_the_program_changed_between_two_attempts_is_used(tmp_pa
 
     def lived(daemon: Daemon, patience: int) -> Life:
         stops = EarlyStopping("score", mode="max", patience=patience)
-        return Life(run.life(daemon), BestIsFirst(), stops, validates=True, max_epochs=5)
+        return Life(run.life(daemon), BestIsFirst(), stops, validates=20, max_epochs=5)
 
     assert lived(Daemon({12: stop()}), 9).stopped
     lived(daemon, 2)

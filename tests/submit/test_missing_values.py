@@ -86,7 +86,7 @@ def test_an_answer_that_reads_like_a_missing_value_is_said(tmp_path: Path, word:
     # Those with something in them are taken.
     rows += [GOOD | {"answer": value} for value in (0, False, [0], {"x": None, "y": False}, "\u200b7")]
     assert look(tmp_path / "data", rows).doubtful == 1
-    _, notes = check_data(run_config(data=DataConfig(root=str(tmp_path / "data"))))
+    notes = check_data(run_config(data=DataConfig(root=str(tmp_path / "data"))))[1]
     assert any("1 answer read like a missing value" in note and "a.jsonl:2" in note for note in notes)
 
 
