@@ -251,5 +251,5 @@ def test_its_other_trainers_end_bit_for_bit_alike(
 def test_sharded_by_accelerate_it_samples_nothing_twice_and_ends_bit_for_bit_alike(tmp_path: Path) -> None:
     Run(tmp_path / "straight"), Run(tmp_path / "stopped")
     two_ranks(Path(__file__).with_name("fsdp_worker.py"), str(tmp_path), "grpo")
-    files = {path.name for path in (tmp_path / "stopped/checkpoints/step_000003/guest/trl").iterdir()}
+    files = {path.name for path in (tmp_path / "stopped/checkpoints/step_000003/guest/trl/own").iterdir()}
     assert {"rank_0000.bin", "rank_0001.bin"} <= files
