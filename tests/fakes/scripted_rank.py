@@ -17,8 +17,10 @@ import json
 import os
 import signal
 
-from verl_slurm.checkpoint.format.specification import FileEntry
-from verl_slurm.checkpoint.store import commit
+import msgspec
+
+from verl_slurm.save.ranks.pending_save import PendingSave
+from verl_slurm.save.writer.protocol import Written
 from verl_slurm.trainer import __main__ as entry
 from verl_slurm.trainer.rollout.sampling import HFRollout
 from verl_slurm.trainer.rollout.vllm_rollout import VLLMRollout
@@ -54,13 +56,15 @@ class ScriptedLine(NoDaemon):
         return None
 
     def _break_save(self) -> None:
-        seal = commit.seal
+        """The writer process answers with an error: no disk here is full."""
+        answered = PendingSave.answered
 
-        def fail_once(*_: object) -> list[FileEntry]:
-            commit.seal = seal
-            raise OSError(28, "No space left on device")
+        def fail_once(save: PendingSave, written: Written) -> None:
+            PendingSave.answered = answered
+            error = "OSError: [Errno 28] No space left on device"
+            answered(save, msgspec.structs.replace(written, error=error, errno=28))
 
-        commit.seal = fail_once
+        PendingSave.answered = fail_once
 
 
 if __name__ == "__main__":

@@ -93,8 +93,6 @@ class Runs:
         resume = choose_resume(paths, "auto").name or ""
         world = load.load_resolved(paths.run_yaml).distributed.world_size
         module = "tests.fakes.scripted_rank" if script else "verl_slurm.trainer"
-        if script and script["action"] == "break_save":
-            module = "tests.trainer.rank_that_cannot_save"
         words = ["-m", "--", module, "--run", str(paths.root), "--attempt", str(attempt), "--resume", resume]
         environ = {"VS_TEST_SCRIPT": json.dumps(script)} if script else {}
         return torchrun(*words, ranks=world, **environ)

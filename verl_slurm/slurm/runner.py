@@ -46,7 +46,7 @@ def telling(tell: Callable[[str], None]) -> Iterator[None]:
 
 
 def tell_user(text: str) -> None:
-    """Hands a line to whoever is told of waiting; where nobody is, as in a program of the user's, it is a warning."""
+    """Hands a line to what `_TELL` names; without one, as in a program of the user's, it is a warning."""
     if (tell := _TELL.get()) is not None:
         tell(text)
     else:
