@@ -34,7 +34,7 @@ def test_a_plan_without_any_measurement_says_so(cli: Cli) -> None:
 
 
 def test_a_run_is_planned_by_its_own_times_and_its_interruptions_are_repeated(cli: Cli, run: Path) -> None:
-    result = cli("plan", run, "--no-ask", "--simulations", 20, "--price-per-hour", 10)
+    result = cli("plan", run, "--no-ask", "--simulations", 20)
     assert result.code == ExitCode.OK, result.err
     assert "Looking back: 3 interruptions" in result.out
     told = cli("plan", run, "--no-ask", "--simulations", 20, "--json").json

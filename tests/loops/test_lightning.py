@@ -3,9 +3,11 @@
 import csv
 import os
 import signal
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -33,6 +35,7 @@ from lightning.pytorch.callbacks import (  # noqa: E402
     LearningRateFinder,
     ModelCheckpoint,
 )
+from lightning.pytorch.cli import SaveConfigCallback  # noqa: E402
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 from lightning.pytorch.plugins.environments import SLURMEnvironment  # noqa: E402
 
@@ -455,7 +458,14 @@ def _with_logger(run: Run, daemon: Daemon, **settings: Any) -> tuple[Any, Any, L
     best = ModelCheckpoint(monitor="score", mode="max", filename="best-{epoch}")
     logger = CSVLogger(run.paths.root / "csv", flush_logs_every_n_steps=1)
     words = {"validates": 20, "log_every_n_steps": 1, "logger": logger} | settings
-    return best, logger, Life(run.life(daemon), BestIsFirst(), best, **words)
+    # LightningCLI adds it; by itself it refuses a directory that has the file already.
+    config = SaveConfigCallback(mock.Mock(save=_saved), Namespace())
+    return best, logger, Life(run.life(daemon), BestIsFirst(), best, config, **words)
+
+
+def _saved(config: Namespace, path: str, *, overwrite: bool, **_: Any) -> None:
+    assert overwrite or not Path(path).exists()
+    Path(path).write_text(str(config))
 
 
 # Lightning logs a step after the callbacks that leave with it: the row of a step in mid-epoch is not written.

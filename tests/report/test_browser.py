@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 def _page(folder: Path, runs: list[RunPaths]) -> Path:
     file = folder / "report.html"
-    file.write_text(render_page(gather(runs, price_per_hour=2.5)))
+    file.write_text(render_page(gather(runs)))
     return file
 
 

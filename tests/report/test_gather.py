@@ -31,9 +31,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
     return make_interrupted_run(tmp_path_factory.mktemp("runs") / "run", 12)
 
 
-def facts(paths: RunPaths, price: float | None = None) -> RunFacts:
+def facts(paths: RunPaths) -> RunFacts:
     """Its facts, of which the page can be drawn."""
-    report = gather([paths], price_per_hour=price)
+    report = gather([paths])
     assert render_page(report).endswith("</html>")
     return report.runs[0]
 
@@ -50,13 +50,12 @@ def test_goodput_is_that_of_the_metrics_port(run: RunPaths) -> None:
     assert use.wall_s == pytest.approx(use.allocated_s + queued, abs=0.01)
 
 
-def test_hours_and_price_are_those_of_the_gpus_that_were_held(run: RunPaths) -> None:
-    found = facts(run, price=2.5)
+def test_hours_are_those_of_the_gpus_that_were_held(run: RunPaths) -> None:
+    found = facts(run)
     assert found.time_use is not None
     assert found.cost is not None
     assert found.cost.unit == "GPU"
     assert found.cost.hours == pytest.approx(found.time_use.allocated_s * 2 * 8 / 3600, rel=1e-3)
-    assert found.cost.price == pytest.approx(found.cost.hours * 2.5, rel=1e-3)
 
 
 def test_nodes_that_an_attempt_got_count_instead_of_those_it_asked_for(tmp_path: Path) -> None:

@@ -321,6 +321,7 @@ def test_fewer_nodes_are_refused_where_verl_could_not_go_on_with_them(
         "verl.actor_rollout_ref.rollout.tensor_model_parallel_size=1",
         "verl.actor_rollout_ref.actor.ppo_mini_batch_size=4",
         "verl.actor_rollout_ref.actor.strategy=fsdp2",
+        "verl.actor_rollout_ref.model.override_config.attn_implementation=sdpa",
         changed,
         entry="ppo",
     )
@@ -369,6 +370,10 @@ TURNS = "actor_rollout_ref.rollout.multi_turn"
             ["actor_rollout_ref.rollout.name=sglang"],
             "verl.actor_rollout_ref.rollout.name=sglang (found no sglang",
         ),
+        (["trainer.logger=wandb"], "verl.trainer.logger=wandb (found no wandb"),
+        (["trainer.logger=tensorbord"], "verl has no such logger: verl.trainer.logger (found tensorbord"),
+        (["actor_rollout_ref.actor.strategy=torchtitan"], "strategy=torchtitan (found no torchtitan"),
+        (["actor_rollout_ref.actor.strategy=fsdp"], "attn_implementation=sdpa after"),
     ],
 )
 def test_a_file_a_function_a_module_or_an_engine_that_is_not_there_is_refused(
@@ -376,7 +381,7 @@ def test_a_file_a_function_a_module_or_an_engine_that_is_not_there_is_refused(
 ) -> None:
     (place / "reward.py").write_text("import vs_not_there\ndef f(): pass\n")
     (place / "tools.yaml").write_text("tools:\n  - class_name: vs_tools.search.Tool\n    config: {}\n")
-    given = ppo(place, *(word.replace("PLACE", str(place)) for word in words))
+    given = with_verl(ppo(place, *(word.replace("PLACE", str(place)) for word in words)), place)
     with pytest.raises(VerlSlurmError) as caught:
         check(given)
     assert found.replace("PLACE", str(place)) in caught.value.one_line()
@@ -403,10 +408,11 @@ def test_all_that_is_missing_is_said_at_once_and_what_nobody_can_see_is_said(pla
     assert [note.startswith("not looked at: ") for note in notes] == [True] * 4
 
 
-def with_rewards(given: RunConfig, place: Path) -> RunConfig:
+def with_verl(given: RunConfig, place: Path) -> RunConfig:
     """A verl that is found by the ranks' Python, and has rewards for some data."""
     folder = place / "packages/verl/utils/reward_score"
     folder.mkdir(parents=True)
+    (folder.parent / "tracking.py").write_text('supported_backend = ["console", "wandb"]')
     (place / "packages/verl/__init__.py").write_text("raise SystemExit('imported')")
     (folder / "__init__.py").write_text(REWARDS)
     return msgspec.structs.replace(given, env={"PYTHONPATH": str(place / "packages")})
@@ -449,7 +455,7 @@ def test_data_that_verl_could_not_train_on_is_refused(
     write_verl_rows(place / "t-0-of-2.parquet")
     (place / "f.py").write_text("def f(): pass\n")
     told = (f"verl.{word.replace('PLACE', str(place))}" for word in words)
-    given = with_rewards(config(place, "verl.algorithm.adv_estimator=grpo", *told, entry="ppo"), place)
+    given = with_verl(config(place, "verl.algorithm.adv_estimator=grpo", *told, entry="ppo"), place)
     if found:
         with pytest.raises(VerlSlurmError, match=found):
             check(given)
@@ -484,7 +490,7 @@ def test_data_that_verl_could_not_train_on_is_refused(
 def test_what_verl_does_with_rows_that_are_too_long_is_said(
     place: Path, entry: str, words: list[str], said: str
 ) -> None:
-    given = with_rewards(config(place, *(f"verl.{word}" for word in words), entry=entry), place)
+    given = with_verl(config(place, *(f"verl.{word}" for word in words), entry=entry), place)
     [note] = [note for note in check(given)[1] if "exceeds" in note]
     assert note.startswith("not looked at: whether a ")
     assert re.search(said, note), note
@@ -493,7 +499,7 @@ def test_what_verl_does_with_rows_that_are_too_long_is_said(
 def test_what_verl_itself_refuses_is_refused_with_its_words(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = with_rewards(config(place, entry="ppo"), place)
+    given = with_verl(config(place, entry="ppo"), place)
     verl_says(monkeypatch, '["[actor] Please set at least one of ...", "actor_rollout_ref.actor"]')
     with pytest.raises(
         ConfigError, match=r"verl refuses its settings: verl\.actor_rollout_ref\.actor .*Please set"
@@ -512,7 +518,7 @@ def test_what_verl_will_train_is_said_with_its_defaults(place: Path) -> None:
         *_, trained = check_verl(given, RunPaths(given.run_dir), ())
     assert trained == "verl, sft, 3 epochs, lr 0.001"
     words = ["verl.algorithm.adv_estimator=grpo", "verl.actor_rollout_ref.rollout.n=1"]
-    given = with_rewards(config(place, *words, entry="ppo"), place)
+    given = with_verl(config(place, *words, entry="ppo"), place)
     assert any("of a single one the advantage is its raw reward" in note for note in check(given)[1])
 
 
@@ -525,7 +531,7 @@ def test_what_verl_will_train_is_said_with_its_defaults(place: Path) -> None:
     ],
 )
 def test_a_validation_before_each_start_is_said(place: Path, words: list[str], is_said: bool) -> None:
-    _, notes = check(with_rewards(config(place, *words, entry="ppo"), place))
+    _, notes = check(with_verl(config(place, *words, entry="ppo"), place))
     assert any("each start validates again before its first step" in note for note in notes) is is_said
 
 

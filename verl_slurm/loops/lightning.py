@@ -21,6 +21,7 @@ equals an undisturbed one, and where it differs.
 import csv
 import math
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
@@ -214,6 +215,11 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
         try:
             require_served(self._unserved(trainer))
             trainer.callbacks.insert(0, _BeforeTheAverages(self._save_last))
+            cli: Any = sys.modules.get("lightning.pytorch.cli")
+            for callback in trainer.callbacks if cli is not None else ():
+                if isinstance(callback, cli.SaveConfigCallback):
+                    # A later start goes on in the same directory, where the file of the first one lies.
+                    callback.overwrite = True
             if self._place is not None:
                 _go_on_logging(trainer, self._place, is_first=self.session.rank == 0)
                 self._leave_out_finders(trainer)

@@ -60,10 +60,8 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: SimulatedSpread
     node_hours: SimulatedSpread
     """Of all nodes, spare ones included."""
-    cost: SimulatedSpread | None
     saved_s: SimulatedSpread
     """Of `wall_s`, as against the run as configured; below 0: it takes longer."""
-    saved_cost: SimulatedSpread | None
     spent: Spent
     """Mean seconds by label."""
     queued_s: float
@@ -97,7 +95,6 @@ def make_plan(
     dice: Callable[[str], Dice],
     *,
     simulations: int,
-    price_per_hour: float | None = None,
     again: Callable[[float], Strikes] | None = None,
 ) -> Plan:
     """Simulates the run as configured, and with each change.
@@ -117,10 +114,7 @@ def make_plan(
     return Plan(
         inputs=inputs,
         verdicts=_verdicts(inputs, config, model),
-        options=[
-            _option(way, outcomes, runs[0], ways[0].model, price_per_hour)
-            for way, outcomes in zip(ways, runs, strict=True)
-        ],
+        options=[_option(way, outcomes, runs[0]) for way, outcomes in zip(ways, runs, strict=True)],
         simulations=count,
     )
 
@@ -190,14 +184,8 @@ def _option(
     way: _Way,
     outcomes: Sequence[SimulatedOutcome],
     base: Sequence[SimulatedOutcome],
-    before: RunModel,
-    price: float | None,
 ) -> Option:
-    def hours(outcome: SimulatedOutcome, model: RunModel) -> float:
-        return outcome.allocated_s / 3600.0 * (model.nodes + model.spare_nodes)
-
-    own = [hours(one, way.model) for one in outcomes]
-    saved = [hours(one, before) - its for one, its in zip(base, own, strict=True)]
+    nodes = way.model.nodes + way.model.spare_nodes
     count = len(outcomes)
     fields = Spent.__struct_fields__
     kinds = sorted({kind for one in outcomes for kind in one.strikes})
@@ -206,10 +194,8 @@ def _option(
         goodput=_spread([one.goodput for one in outcomes]),
         ettr=_spread([one.ettr for one in outcomes]),
         wall_s=_spread([one.wall_s for one in outcomes]),
-        node_hours=_spread(own),
-        cost=None if price is None else _spread([each * price for each in own]),
+        node_hours=_spread([one.allocated_s / 3600.0 * nodes for one in outcomes]),
         saved_s=_spread([a.wall_s - b.wall_s for a, b in zip(base, outcomes, strict=True)]),
-        saved_cost=None if price is None else _spread([each * price for each in saved]),
         spent=Spent(**{name: sum(getattr(one.spent, name) for one in outcomes) / count for name in fields}),
         queued_s=sum(one.queued_s for one in outcomes) / count,
         strikes={kind: sum(one.strikes.get(kind, 0) for one in outcomes) / count for kind in kinds},

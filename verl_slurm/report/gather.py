@@ -45,20 +45,18 @@ _MOST_WARNINGS = 30
 def gather(
     runs: Sequence[RunPaths],
     *,
-    price_per_hour: float | None = None,
     num_samples: int = 3,
     known: Mapping[Path, tuple[str, bool | None]] | None = None,
 ) -> Report:
     """Reads all runs.
 
     Args:
-        price_per_hour: of a GPU, or of a core where a run asks for no GPU.
         num_samples: of the best and of the worst responses of the newest step; 0: none.
         known: state, and whether the job lives, of runs about which no scheduler has to be asked.
     """
     now = time.time()
     said = known or {}
-    made = [_Reader(paths, now, price_per_hour, num_samples, said.get(paths.root)) for paths in runs]
+    made = [_Reader(paths, now, num_samples, said.get(paths.root)) for paths in runs]
     found = [one.read() for one in made]
     _tell_apart(found)
     return Report(
@@ -82,11 +80,10 @@ class _Reader:
         self,
         paths: RunPaths,
         now: float,
-        price_per_hour: float | None,
         num_samples: int,
         known: tuple[str, bool | None] | None,
     ) -> None:
-        self.paths, self._now, self._price, self._num_samples = paths, now, price_per_hour, num_samples
+        self.paths, self._now, self._num_samples = paths, now, num_samples
         self._known = known
         self._missing: list[str] = []
         self.config = self._try("run.yaml", self._configuration, None)
@@ -135,7 +132,7 @@ class _Reader:
             restarts={cause: count for cause, count in history.restarts.items() if count},
             timeline=intervals,
             time_use=use,
-            cost=_allocation_of(history, intervals, config, use, self._price),
+            cost=_allocation_of(history, intervals, config, use),
             tokens=steps.tokens(),
             phases=steps.phases(),
             curves=steps.curves(),
@@ -329,7 +326,6 @@ def _allocation_of(
     intervals: Sequence[LifeInterval],
     config: RunConfig | None,
     use: TimeUse | None,
-    price_per_hour: float | None,
 ) -> shown.Cost | None:
     """The hours of all GPUs, or cores, that the attempts held. None: the configuration or the time is not known."""
     if config is None or use is None:
@@ -348,8 +344,6 @@ def _allocation_of(
         unit="GPU" if gpus else "core",
         hours=round(hours, 3),
         useful_hours=round(hours * use.goodput, 3) if use.goodput is not None else None,
-        price_per_hour=price_per_hour,
-        price=round(hours * price_per_hour, 4) if price_per_hour is not None else None,
     )
 
 

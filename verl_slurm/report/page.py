@@ -104,7 +104,6 @@ def _environment() -> jinja2.Environment:
         "time": _time,
         "number": _number,
         "percent": _percent,
-        "price": lambda price: f"{price:,.2f}" if price >= 1 else f"{price:.2g}",
         "words": lambda text: text.replace("_", " "),
         "counted": counted,
     }

@@ -47,8 +47,6 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     """GPU, or core where the job asks for no GPU."""
     hours: float
     useful_hours: float | None = None
-    price_per_hour: float | None = None
-    price: float | None = None
 
 
 class CheckpointFacts(msgspec.Struct, frozen=True, kw_only=True):

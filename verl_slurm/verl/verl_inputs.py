@@ -104,6 +104,15 @@ def data_of(config: RunConfig) -> DataPlace | None:
 _ROLLOUT = "actor_rollout_ref.rollout"
 ENGINES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt_llm"}
 """Values of `rollout.name` and the package that each needs. Others come from packages of the user's."""
+_SAME = ("wandb", "swanlab", "mlflow", "tensorboard", "clearml", "trackio", "rl_insight")
+LOGGERS = {name: name for name in _SAME} | {"vemlp_wandb": "volcengine_ml_platform", "tracking": "wandb"}
+"""Values of `trainer.logger` and the package that each needs (verl/utils/tracking.py of 0.9)."""
+_STRATEGIES = {
+    "megatron": "megatron",
+    "veomni": "veomni",
+    "torchtitan": "torchtitan",
+    "automodel": "nemo_automodel",
+}
 _REWARD_MODELS = ("reward.reward_model", "reward_model")
 # Keys that may name a file, and the key beside it that names what is taken from it. Former names, too.
 _CODE: dict[str, str] = {
@@ -184,15 +193,6 @@ def files_of(settings: Mapping[str, Any]) -> Iterator[CodeFile]:
         yield CodeFile(key, place, takes, name if isinstance(name, str) else None)
 
 
-def modules_of(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields keys that name modules or what is in them, each with the top-level module."""
-    for key in (*(f"{policy}.external_lib" for policy in (*_POLICY.values(), "critic.model")), *_CLASSES):
-        value = value_at(settings, key)
-        for text in value if isinstance(value, list) else [value]:
-            for name in text.split(",") if isinstance(text, str) and "${" not in text else []:
-                yield key, name.strip().partition(".")[0]
-
-
 def _texts(settings: Mapping[str, Any], above: str) -> Iterator[tuple[str, str]]:
     for name, value in settings.items():
         dotted = f"{above}.{name}" if above else str(name)
@@ -207,6 +207,42 @@ def engines_of(settings: Mapping[str, Any]) -> dict[str, str]:
     keys = [f"{_ROLLOUT}.name"]
     keys += [f"{role}.rollout.name" for role in _REWARD_MODELS if value_at(settings, f"{role}.enable")]
     return {key: value for key in keys if isinstance(value := value_at(settings, key), str)}
+
+
+def strategy_of(entry: Entry, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Maps the key that chooses what trains the policy to its value; empty: unknown."""
+    key = "engine.strategy" if entry == "sft" else "actor_rollout_ref.actor.strategy"
+    return {key: value} if isinstance(value := value_at(settings, key), str) else {}
+
+
+def packages_of(entry: Entry, settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields settings that need a module of other packages, each with the top-level module."""
+    for key in (*(f"{policy}.external_lib" for policy in (*_POLICY.values(), "critic.model")), *_CLASSES):
+        for text in texts_at(settings, key):
+            for name in text.split(",") if "${" not in text else []:
+                yield key, name.strip().partition(".")[0]
+    chosen = {**engines_of(settings), **strategy_of(entry, settings)}
+    rows = [*chosen.items(), *(("trainer.logger", name) for name in texts_at(settings, "trainer.logger"))]
+    for key, name in rows:
+        if module := (ENGINES | LOGGERS | _STRATEGIES).get(name):
+            yield f"{key}={name}", module
+    if value_at(settings, liger := f"{_POLICY[entry]}.use_liger") is True:
+        yield f"{liger}=true", "liger_kernel"
+
+
+def texts_at(settings: Mapping[str, Any], key: str) -> list[str]:
+    """Returns the texts of a key that has one of them, or a list."""
+    value = value_at(settings, key)
+    return [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
+
+
+def flash_key(entry: Entry, settings: Mapping[str, Any]) -> str:
+    """Returns the key that chooses FlashAttention for FSDP's models, as verl's code does by itself
+    (verl/workers/config/model.py); empty: it is not chosen."""
+    key = f"{_POLICY[entry]}.override_config.attn_implementation"
+    [strategy] = strategy_of(entry, settings).values() or [""]
+    fsdp = strategy.startswith("fsdp")
+    return key if fsdp and value_at(settings, key) in (None, "flash_attention_2") else ""
 
 
 def with_critic(entry: Entry, settings: Mapping[str, Any]) -> bool:

@@ -32,16 +32,7 @@ _SHOWN = (
     *("steps", "nodes", "step_s", "state_bytes", "save_s", "durable_s", "emergency_s", "warning_s", "lead_s"),
     *("queue_s", "start_s", "in_place_s", "notices_per_day", "crashes_per_day", "losses_per_node_day"),
 )
-_COLUMNS = (
-    "way to run",
-    "goodput",
-    "ETTR",
-    "takes",
-    "saves (mean)",
-    "node hours",
-    "cost",
-    "saves of cost (mean)",
-)
+_COLUMNS = ("way to run", "goodput", "ETTR", "takes", "saves (mean)", "node hours")
 
 
 @command("CONFIG DATA NOT_FOUND")
@@ -57,20 +48,18 @@ _COLUMNS = (
 @option(
     "--grace-seconds", Number(min=0.0, max=1e6), "From the warning of a preemption to its end.", "warning_s"
 )
-@option("--price-per-hour", Number(min=0.0, max=1e9), "Of one node, in any currency: adds costs.")
 @option("--simulations", Whole(20, 10_000), "Of each way to run.", default=200)
 @click.option("--ask/--no-ask", default=True, show_default=True, help="Ask Slurm, and try the storage.")
 def plan(
     source: Path,
     overrides: tuple[str, ...],
     like: RunPaths | None,
-    price_per_hour: float | None,
     simulations: int,
     ask: bool,
     as_json: bool,
     **given: float | None,  # the inputs that have an option
 ) -> None:
-    """Say what to expect of a run: goodput, duration, cost; whether the warnings suffice; what a change would buy.
+    """Say what to expect of a run: goodput, duration; whether the warnings suffice; what a change would buy.
 
     The run is simulated from its first start to its end, some hundred times. Each input is shown with its source: this
     run's journal, the storage (tried as `doctor` tries it), Slurm and its accounting, the configuration, or an
@@ -84,7 +73,7 @@ def plan(
     \b
     verl-slurm plan my.yaml --step-seconds 240 --preemptions-per-day 2
     verl-slurm plan my.yaml --like runs/trial distributed.nodes=8 distributed.dp_size=64
-    verl-slurm plan runs/big --price-per-hour 24
+    verl-slurm plan runs/big
     """
     config, run = _configured(source, list(overrides))
     source_of_times = like or run
@@ -105,9 +94,7 @@ def plan(
     known |= {name: KnownValue(float(value), "given") for name, value in given.items() if value is not None}
     notes = unread + notes
     inputs = complete(known, config)
-    make = partial(
-        make_plan, config=config, dice=Random, simulations=simulations, price_per_hour=price_per_hour
-    )
+    make = partial(make_plan, config=config, dice=Random, simulations=simulations)
     ahead = make(inputs)
     back = _looked_back(inputs, history, rows, make) if run and not like else None
     if as_json:
@@ -200,9 +187,7 @@ def _print_back(back: dict[str, Any]) -> None:
 
 def _print_options(plan: Plan, first: str) -> None:
     rows = [_cells(option, first) for option in plan.options]
-    priced = plan.options[0].cost is not None
-    shown = _COLUMNS if priced else [name for name in _COLUMNS if "cost" not in name]
-    render.table(shown, rows, first_to_go=("ETTR", "node hours", "takes"))
+    render.table(_COLUMNS, rows, first_to_go=("ETTR", "node hours", "takes"))
 
 
 def _cells(option: Option, first: str) -> tuple[str, ...]:
@@ -214,8 +199,6 @@ def _cells(option: Option, first: str) -> tuple[str, ...]:
         _range(option.wall_s, render.span),
         "" if base else _signed(option.saved_s, render.span),
         _range(option.node_hours, "{:,.4g}".format),
-        "" if option.cost is None else _range(option.cost, "{:,.4g}".format),
-        "" if base or option.saved_cost is None else _signed(option.saved_cost, "{:,.4g}".format),
     )
 
 

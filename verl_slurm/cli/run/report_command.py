@@ -13,7 +13,7 @@ from verl_slurm.base.errors import NotFound, PermissionRefused, WireError
 from verl_slurm.base.files import write_file
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.cli.command_options import DAMAGED_RUN, PLACE, Number, Whole, command, option
+from verl_slurm.cli.command_options import DAMAGED_RUN, PLACE, Whole, command, option
 from verl_slurm.cli.show import render, story
 from verl_slurm.report.gather import gather
 from verl_slurm.report.page import render_page
@@ -28,22 +28,14 @@ _BEGINNING = b"<!doctype html>"
 @click.argument("runs", type=DAMAGED_RUN, metavar="RUN...", nargs=-1, required=True)
 @option("--out", PLACE, "Where the page goes; default: report.html here.", metavar="FILE.html")
 @option(
-    "--price-per-hour",
-    Number(min=0),
-    "Of one GPU, or of one core where a run asks for no GPU; in any currency.",
-    metavar="PRICE",
-)
-@option(
     "--samples",
     Whole(min=0, max=100),
     "How many of the best and of the worst responses of the newest step are shown; 0: none.",
     default=3,
 )
-def report(
-    runs: tuple[RunPaths, ...], out: Path | None, price_per_hour: float | None, samples: int, as_json: bool
-) -> None:
+def report(runs: tuple[RunPaths, ...], out: Path | None, samples: int, as_json: bool) -> None:
     """Write one page about RUN: its timeline, each interruption with cause and cost, goodput and where the rest of the
-    time went, hours and price, curves, responses, checkpoints, nodes.
+    time went, hours, curves, responses, checkpoints, nodes.
 
     The page is one file that needs no network, for a browser, a printer or a colleague. Of several runs, the curves
     are drawn over each other, and the differences of their configurations are listed. A run may be running: its
@@ -55,13 +47,11 @@ def report(
 
     \b
     verl-slurm report runs/my
-    verl-slurm report runs/a runs/b --out ab.html --price-per-hour 2.50
+    verl-slurm report runs/a runs/b --out ab.html
     verl-slurm report runs/my --json | jq '.runs[0].time_use'
     """
     # One that is named twice would be compared with itself.
-    facts = gather(
-        list({run.root: run for run in runs}.values()), price_per_hour=price_per_hour, num_samples=samples
-    )
+    facts = gather(list({run.root: run for run in runs}.values()), num_samples=samples)
     if out is not None or not as_json:
         written = _write(out or Path("report.html"), facts)
         if not as_json:

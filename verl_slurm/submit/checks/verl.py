@@ -10,7 +10,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -219,8 +219,11 @@ def _looks(
     """Yields a check for each thing that verl will read or import. Each may raise."""
     entry = config.trainer.entry
     if entry == "ppo":
-        yield partial(_check_engines, config, settings)
+        yield partial(_unknown_engines, settings)
         yield lambda: [*map(warn, _repeated_validation(settings, said))]
+    yield partial(_check_loggers, config, settings)
+    if config.slurm.container is None and not config.trainer.command:
+        yield partial(_check_attention, config, settings)
     yield lambda: [*map(warn, _check_sizes(entry, settings))]
     inputs = [
         one for one in verl_inputs.inputs_of(entry, settings, said) if one.place != "???"
@@ -236,8 +239,8 @@ def _looks(
             yield partial(list, [skipped(f"verl.{key}, which the job's environment decides")])
     for code in verl_inputs.files_of(settings):
         yield partial(_check_file, config, code)
-    for key, name in verl_inputs.modules_of(settings):
-        yield partial(check_modules, config, [name], f"verl.{key}")
+    for setting, module in verl_inputs.packages_of(entry, settings):
+        yield partial(check_modules, config, [module], f"verl.{setting}")
 
 
 def _check_named_model(one: verl_inputs.Input) -> list[Finding]:
@@ -328,18 +331,39 @@ def _counts(entry: Entry, settings: Mapping[str, Any], key: str) -> bool:
     return True
 
 
-def _check_engines(config: RunConfig, settings: Mapping[str, Any]) -> list[Finding]:
-    found = list[Finding]()
-    for key, name in verl_inputs.engines_of(settings).items():
-        if package := verl_inputs.ENGINES.get(name):
-            found += check_modules(config, [package], f"verl.{key}={name}")
-        else:
-            found.append(
-                skipped(
-                    f"verl.{key}={name}, which is none of verl's engines ({', '.join(verl_inputs.ENGINES)})"
-                )
+def _unknown_engines(settings: Mapping[str, Any]) -> list[Finding]:
+    return [
+        skipped(f"verl.{key}={name}, which is none of verl's engines ({', '.join(verl_inputs.ENGINES)})")
+        for key, name in verl_inputs.engines_of(settings).items()
+        if name not in verl_inputs.ENGINES
+    ]
+
+
+def _check_loggers(config: RunConfig, settings: Mapping[str, Any]) -> list[Finding]:
+    known = ("console", "file", *verl_inputs.LOGGERS)
+    for name in verl_inputs.texts_at(settings, "trainer.logger"):
+        source = None if name in known else _source_of_verl(config, "utils/tracking.py")
+        if source is not None and f'"{name}"' not in source:
+            raise ConfigError(
+                "verl has no such logger",
+                where="verl.trainer.logger",
+                found=name,
+                expected=", ".join(known),
+                remedy="set verl.trainer.logger",
             )
-    return found
+    return []
+
+
+def _check_attention(config: RunConfig, settings: Mapping[str, Any]) -> list[Finding]:
+    """Refuses FlashAttention where neither its package is nor the one that downloads it: transformers would."""
+    key = verl_inputs.flash_key(config.trainer.entry, settings)
+    try:
+        return check_modules(config, ["flash_attn"] if key else [], f"verl.{key}=flash_attention_2")
+    except ConfigError as error:
+        with suppress(ConfigError):
+            return check_modules(config, ["kernels"], f"verl.{key}=flash_attention_2")
+        error.remedy = f"pip install flash-attn, or add +{key}=sdpa after `--`"
+        raise
 
 
 def _check_file(config: RunConfig, file: verl_inputs.CodeFile) -> list[Finding]:
@@ -846,22 +870,28 @@ def _refuse_unrewarded(config: RunConfig, where: str, rows: Rows) -> list[Findin
     return []
 
 
-def _rewards_of_verl(config: RunConfig) -> tuple[set[str], tuple[str, ...]] | None:
-    """Returns the data sources that the installed verl has rewards for: whole, and how they begin; None: unknown."""
+def _source_of_verl(config: RunConfig, name: str) -> str | None:
+    """Reads a source of the ranks' verl, without an import of it; None: it cannot be read."""
     search = ranks_search(config)
     spec = PathFinder.find_spec("verl", search) if search else None
     for folder in (spec.submodule_search_locations or []) if spec is not None else []:
-        try:
-            # Read and not imported. It may not be written as in the releases that are known.
-            tree = ast.parse(
-                read_regular(Path(folder) / "utils/reward_score/__init__.py", SOURCE, follow=True)
-            )
-        except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
-            return None
-        for node in tree.body:
-            if isinstance(node, ast.FunctionDef) and node.name == "default_compute_score":
-                branch = next((part for part in node.body if isinstance(part, ast.If)), None)
-                return None if branch is None else _table(branch)
+        with suppress(OSError, ValueError):
+            return read_regular(Path(folder) / name, SOURCE, follow=True).decode()
+    return None
+
+
+def _rewards_of_verl(config: RunConfig) -> tuple[set[str], tuple[str, ...]] | None:
+    """Returns the data sources that the installed verl has rewards for: whole, and how they begin; None: unknown."""
+    source = _source_of_verl(config, "utils/reward_score/__init__.py")
+    try:
+        # It may not be written as in the releases that are known.
+        tree = ast.parse(source or "")
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return None
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name == "default_compute_score":
+            branch = next((part for part in node.body if isinstance(part, ast.If)), None)
+            return None if branch is None else _table(branch)
     return None
 
 
