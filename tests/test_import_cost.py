@@ -3,9 +3,6 @@
 import json
 import subprocess
 import sys
-import time
-
-import pytest
 
 from verl_slurm.cli.main import COMMANDS
 
@@ -64,17 +61,6 @@ def test_help_of_a_command_imports_neither_torch_nor_submitit() -> None:
     done = subprocess.run(argv, capture_output=True, text=True, check=True)
     assert done.stderr.splitlines() == [f"{name} 0" for name in COMMANDS]
     assert done.stdout.count("Usage: verl-slurm") == len(COMMANDS)
-
-
-def test_the_time_that_help_takes_is_reported(record_property: pytest.FixtureRequest) -> None:
-    """Reported, not asserted: a busy machine proves nothing. Measured 0.11 to 0.2 s on 2 shared cores."""
-    times = []
-    for _ in range(3):
-        began = time.perf_counter()
-        imported_by("--help")
-        times.append(time.perf_counter() - began)
-    record_property("help_seconds", round(min(times), 3))  # type: ignore[operator]
-    sys.stdout.write(f"verl-slurm --help: {min(times):.3f} s\n")
 
 
 def test_without_a_metrics_port_nothing_imports_prometheus() -> None:

@@ -116,6 +116,20 @@ def test_a_start_on_storage_that_takes_nothing_waits_until_it_does(small_disk: P
     assert outcome(process)[0] == "ranks"
 
 
+def test_a_start_of_a_run_whose_checkpoints_were_moved_and_linked_waits_until_they_are_back(
+    tmp_path: Path,
+) -> None:
+    paths = guest_run(tmp_path / "run")
+    committed(paths, 1)
+    elsewhere = paths.checkpoints.rename(tmp_path / "large")
+    paths.checkpoints.symlink_to(elsewhere)
+    process = begin(paths)
+    assert f"found a link to {elsewhere}" in until(process, "tries again")
+    paths.checkpoints.unlink()
+    elsewhere.rename(paths.checkpoints)
+    assert outcome(process)[0] == "ranks"
+
+
 @pytest.mark.long
 @pytest.mark.scenario("FLT-N06")
 def test_a_start_that_storage_stopped_asks_for_another_and_never_ends_with_22(small_disk: Path) -> None:

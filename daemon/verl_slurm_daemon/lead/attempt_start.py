@@ -157,9 +157,9 @@ async def prepare(root: Path, hostfile: Path | None) -> Ground:
         try:
             return await spoken(asyncio.to_thread(attempt), "the look at the run directory")
         except PermissionRefused as error:
-            if restarted:
-                raise
-            return error  # no later try changes it
+            if restarted or await asyncio.to_thread((root / "attempt").exists):
+                raise  # somebody has changed it since, and may change it back
+            return error
 
     paths, config, host = RunPaths(Path(os.path.abspath(root))), RunConfig(), ""
     failed: OSError | VerlSlurmError | None = None
