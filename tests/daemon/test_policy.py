@@ -20,9 +20,9 @@ from verl_slurm.wire import messages as msg
 LIMITS = Limits(crash_budget=2, backoff_s=1.0, no_progress_limit=3)
 
 
-def progress(rank: int = 0) -> inputs.RankSaid:
+def progress(rank: int = 0, step: int = 3) -> inputs.RankSaid:
     return inputs.RankSaid(
-        msg.Progress(rank=rank, step=3, phase="generate", index=1, safe_points=1, new_rollouts=16)
+        msg.Progress(rank=rank, step=step, phase="generate", index=1, safe_points=1, new_rollouts=16)
     )
 
 
@@ -556,9 +556,9 @@ def test_a_last_save_that_cannot_be_read_back_is_not_called_corrupt() -> None:
     assert isinstance(done[-1], act.Pause)
 
 
-def raised(rank: int = 0, *, worked: bool, line: int = 7) -> inputs.RankSaid:
+def raised(rank: int = 0, *, worked: bool, line: int = 7, told: str = "KeyError: 'gone'") -> inputs.RankSaid:
     place = f"KeyError at r.py:{line}"
-    told = f"KeyError: 'gone' at r.py:{line}"
+    told = f"{told} at r.py:{line}"
     return inputs.RankSaid(
         msg.RankRefused(rank=rank, exit_code=int(ExitCode.DATA), reason=told, place=place, worked=worked)
     )
@@ -566,10 +566,11 @@ def raised(rank: int = 0, *, worked: bool, line: int = 7) -> inputs.RankSaid:
 
 @pytest.mark.scenario("USE11")
 def test_user_code_that_never_worked_ends_the_run_at_once() -> None:
-    story = Story(inputs.Ready(2))
-    assert kinds(story.then(raised(worked=False))) == [act.TakeDown]
-    assert story.then(raised(1, worked=False)) == []
-    assert story.then(inputs.RanksEnded(1)) == [act.Exit(ExitCode.DATA, "KeyError: 'gone' at r.py:7")]
+    for told in ("KeyError: 'gone'", "[Errno 2] No such file or directory: 'units.json'"):
+        story = Story(inputs.Ready(2), progress(step=0))
+        assert kinds(story.then(raised(worked=False, told=told))) == [act.TakeDown]
+        assert story.then(raised(1, worked=False)) == []
+        assert story.then(inputs.RanksEnded(1)) == [act.Exit(ExitCode.DATA, f"{told} at r.py:7")]
 
 
 @pytest.mark.scenario("USE11")

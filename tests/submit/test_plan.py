@@ -1,5 +1,6 @@
 """From a config to what is asked of the cluster."""
 
+import hashlib
 import os
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 from verl_slurm_daemon.agent.ranks import rank_environment
 from verl_slurm_daemon.allocation.launcher import launcher_env
 
-from verl_slurm.base.errors import ConfigError
+from verl_slurm.base.errors import ConfigError, DataError
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.changes import LAYOUT_KEYS, refuse_changes
 from verl_slurm.config.elastic import keep_step
@@ -27,6 +28,7 @@ from verl_slurm.submit.checks.model_and_reward import (
     build_builtins,
     built_before,
     cache_dir,
+    check_names,
     needs_building,
 )
 from verl_slurm.submit.checks.model_files import BUILTIN_MODELS
@@ -288,6 +290,10 @@ def test_built_ins_lie_where_no_other_user_can_write_whatever_the_umask(
 def test_a_built_in_is_built_once_where_the_next_look_finds_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/cache")  # no room is there
+    with pytest.raises(DataError, match="0.0 MB free, expected room for 4 MB.*XDG_CACHE_HOME"):
+        check_names(config())
+    assert cache_dir().name != hashlib.sha256().hexdigest()[:12], "it goes by the builder's code"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     given = config("data.root=builtin:arithmetic", "data.eval_root=builtin:arithmetic")
     assert needs_building(given)

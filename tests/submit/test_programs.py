@@ -188,15 +188,20 @@ def test_a_reward_that_imports_a_missing_package_is_refused(here: Path, inside: 
         ({"architectures": ["Qwen2ForCausalLM"]}, "a Qwen2ForCausalLM"),
         ({"architectures": ["Qwen2ForSequenceClassification"]}, "2 labels"),
         ({"id2label": {"0": "a", "1": "b", "2": "c"}}, "3 labels"),
+        ({"id2label": {"0": "x"}}, "weights without a head"),
     ],
 )
 def test_a_classifier_without_one_score_is_refused(tmp_path: Path, said: dict[str, object], why: str) -> None:
-    header = b'{"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'
-    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    def weights(name: bytes) -> None:
+        header = b'{"%b": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}' % name
+        (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+
+    weights(b"score.weight")
     (tmp_path / "tokenizer.json").write_text("{}")
     one = {"model_type": "qwen2", "architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "x"}}
     (tmp_path / "config.json").write_bytes(msgspec.json.encode(one))
     assert check_reward(f"classifier:{tmp_path}") == []
+    weights(b"v_head.weight")
     (tmp_path / "config.json").write_bytes(msgspec.json.encode({"model_type": "qwen2"} | said))
     with pytest.raises(VerlSlurmError, match=why):
         check_reward(f"classifier:{tmp_path}")

@@ -236,10 +236,17 @@ def test_what_is_no_reward_is_refused_and_the_sample_named(returned: object, fou
     assert caught.value.exit_code is ExitCode.DATA
 
 
-def test_an_exception_ends_with_one_line_that_names_its_place(tmp_path: Path) -> None:
-    (tmp_path / "r.py").write_text("def score(p, r, a):\n    return [1 / 0 for _ in r]\n")
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("[1 / 0 for _ in r]", r"ZeroDivisionError: division by zero at .*r\.py:2.; correct it"),
+        ("open('gone')", r"No such file or directory: 'gone' at .*set code\.tree to the folder"),
+    ],
+)
+def test_an_exception_ends_with_one_line_that_names_its_place(tmp_path: Path, line: str, said: str) -> None:
+    (tmp_path / "r.py").write_text(f"def score(p, r, a):\n    return {line}\n")
     reward = build_reward(f"python:{tmp_path / 'r.py'}:score")
-    with pytest.raises(RewardRaised, match=r"ZeroDivisionError: division by zero at .*r\.py:2") as caught:
+    with pytest.raises(RewardRaised, match=said) as caught:
         reward(PROMPTS, RESPONSES, ANSWERS)
     assert caught.value.exit_code is ExitCode.DATA
 

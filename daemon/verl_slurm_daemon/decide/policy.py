@@ -394,14 +394,15 @@ def _on_refused(model: Model, message: msg.RankRefused) -> Decision:
         return Decision(model, (note,))
     # It was there before: a file system that is not mounted, and not a wrong path.
     absent = message.exit_code in _ABSENT and names_missing_file(message.reason)
-    # And neither is a mode that somebody has changed since a wrong one.
-    if model.trained and (absent or message.exit_code == ExitCode.PERMISSION):
+    # And neither is a mode that somebody has changed since a wrong one. What user code never found was not.
+    worked = message.worked or model.step > 0
+    before = model.trained and (worked or not message.place)
+    if before and (absent or message.exit_code == ExitCode.PERMISSION):
         return _on_failure(model, message.reason, "environment")
     if message.place and model.failure:
         return Decision(model)  # other ranks raise as well
     # User code that had worked is started once more: a service that it uses may answer again. The same exception at
     # the same place, with nothing new in between, is final.
-    worked = message.worked or model.step > 0
     if message.place and worked and (message.place != model.raised or model.fresh):
         after = msgspec.structs.replace(model, failure=message.reason, raised=message.place)
         return Decision(after, (act.TakeDown(),))

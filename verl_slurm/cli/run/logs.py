@@ -193,13 +193,9 @@ _MOST_LINES = 30
 @command("KEY NOT_FOUND")
 @click.argument("run", type=RUN)
 @option("--step", Whole(min=1), "A step, as `status` counts them; default: the newest one.")
-@click.option("--best", "which", flag_value="best", help="Only those with the highest rewards.")
-@click.option("--worst", "which", flag_value="worst", help="Only those with the lowest rewards.")
-@option("--limit", Whole(min=1, max=10_000), "How many are shown.", default=6)
+@option("--limit", Whole(min=1, max=10_000), "How many are shown: half of them the best.", default=6)
 @key_option("The key to open them with, instead of what the run says.")
-def samples(
-    run: RunPaths, step: int | None, which: str | None, limit: int, key_file: Path | None, as_json: bool
-) -> None:
+def samples(run: RunPaths, step: int | None, limit: int, key_file: Path | None, as_json: bool) -> None:
     """Prompts, responses and rewards of a step of RUN: what the policy says, and what it gets for it.
 
     Look at the best ones to see what the reward pays for, and at the worst ones to see what it does not: a reward
@@ -210,7 +206,7 @@ def samples(
 
     \b
     verl-slurm samples runs/my
-    verl-slurm samples runs/my --step 40 --best --limit 3
+    verl-slurm samples runs/my --step 40 --limit 3
     verl-slurm samples runs/my --json --limit 100 | jq -r 'select(.reward < 0.1) | .response'
     """
     # Sealed like the run's checkpoints: they hold what the policy was asked and said.
@@ -228,10 +224,8 @@ def samples(
             remedy="older steps are dropped when their file is full, later ones have not ended",
         )
     found = kept[number]
-    # Without a choice half of each kind; of an odd number one more of the best.
-    most = {"best": (limit, 0), "worst": (0, limit), None: (-(-limit // 2), limit // 2)}[which]
-    best, worst = best_and_worst(found.samples, *most)
-    chosen = best + (worst[::-1] if which == "worst" else worst)
+    best, worst = best_and_worst(found.samples, -(-limit // 2), limit // 2)
+    chosen = best + worst
     # One object a line and not one list, so that `jq` and `head` work on them as they come.
     if as_json:
         for sample in chosen:

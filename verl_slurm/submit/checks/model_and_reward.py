@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -19,20 +20,23 @@ from verl_slurm.config.load import load_resolved
 from verl_slurm.config.reward_spec import FORMS, check_function, nearest_form, parse_reward, source_file
 from verl_slurm.config.roles import data_root
 from verl_slurm.config.schema import BUILTIN, RunConfig
-from verl_slurm.submit.checks.model_files import BUILTIN_MODELS, check_model
+from verl_slurm.submit.checks.model_files import BUILTIN_MODELS, check_model, weights_of
 from verl_slurm.submit.checks.user_programs import check_program, check_source, ranks_search, why_unseen
 from verl_slurm.submit.relative_paths import with_values
 
 # As `BUILTIN_MODELS`, without torch; a test compares them.
 BUILTIN_DATA = ("arithmetic",)
 _BUILD_TIMEOUT_S = 900.0
+_HEADS = ("score.", "classifier.", "classification_head.", "logits_proj.")
+"""Beginnings of the names that transformers' sequence classifiers have beside those of their base models."""
+_BUILT_BYTES = 4_000_000
 
 
 def cache_dir() -> Path:
     """Returns `$XDG_CACHE_HOME/verl-slurm/builtin/VERSION`, mostly below ~/.cache. VERSION: the builder's hash."""
     builder = hashlib.sha256()
     # By the builder's code and not by the version: a changed builder never sees the output of an older one.
-    for source in sorted((Path(verl_slurm.__file__).parent / "quickstart").glob("*.py")):
+    for source in sorted((Path(verl_slurm.__file__).parent / "trainer/quickstart").glob("*.py")):
         builder.update(source.name.encode() + b"\0" + source.read_bytes())
     return _cache_base() / builder.hexdigest()[:12]
 
@@ -64,6 +68,24 @@ def check_names(config: RunConfig) -> None:
                 expected=" or ".join(BUILTIN + name for name in names),
                 remedy=f"set {key}",
             )
+        if not (place := cache_dir() / value.removeprefix(BUILTIN)).is_dir():
+            _require_room(place)
+
+
+def _require_room(place: Path) -> None:
+    there = next(folder for folder in place.parents if folder.exists())
+    about = os.statvfs(there)
+    # Root may write everywhere but here.
+    closed = bool(about.f_flag & os.ST_RDONLY) or not os.access(there, os.W_OK)
+    free = about.f_bavail * about.f_frsize
+    if closed or free < _BUILT_BYTES:
+        raise DataError(
+            "what is built in cannot be built",
+            where=there,
+            found="it takes no file" if closed else f"{free / 1e6:.1f} MB free",
+            expected=f"room for {_BUILT_BYTES / 1e6:.0f} MB, below {_cache_base()}",
+            remedy="make room, or set XDG_CACHE_HOME to a directory that the nodes see, too",
+        )
 
 
 def build_builtins(config: RunConfig) -> RunConfig:
@@ -117,7 +139,7 @@ def _build(kind: str, spec: str) -> str:
             "the built-in could not be built",
             where=spec,
             found=done.last_words,
-            remedy=f"see what `{' '.join(command[1:4])} {spec}` says; the cache is {cache_dir()}",
+            remedy=f"see what `{shlex.join(command)}` says",
         )
     return done.last_line
 
@@ -212,6 +234,8 @@ def _check_classifier(directory: Path) -> None:
         wrong = f"a {names[0]}, which has no head for one score"
     elif found != 1:
         wrong = f"{found} labels"
+    elif (weights := weights_of(directory)) and not any(name.startswith(_HEADS) for name in weights):
+        wrong = f"weights without a head, as those of an AutoModel: no {', '.join(_HEADS[:2])}"
     if wrong:
         raise DataError(
             "the reward model does not give one score",

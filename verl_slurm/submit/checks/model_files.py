@@ -165,17 +165,23 @@ def _of_weights(path: Path, look: Callable[[int], T]) -> T | str:
         os.close(fd)
 
 
-def num_parameters(directory: Path) -> int | None:
-    """Counts the numbers in the weights, by the headers of safetensors files; None: unknown. May raise OSError."""
-    total = 0
+def weights_of(directory: Path) -> dict[str, int]:
+    """Maps the name of each tensor to its number of elements, by the headers of safetensors files; empty: unknown.
+    May raise OSError."""
+    found: dict[str, int] = {}
     for path in directory.glob("*.safetensors"):
         header = _of_weights(path, read_header)
-        # A file that cannot be understood makes the whole sum unknown, and not smaller.
+        # A file that cannot be understood makes all unknown, and not less.
         if isinstance(header, str):
-            return None
-        entries = (entry for name, entry in header.entries.items() if name != "__metadata__")
-        total += sum(math.prod(entry.shape or ()) for entry in entries)
-    return total or None
+            return {}
+        entries = header.entries.items()
+        found |= {name: math.prod(one.shape or ()) for name, one in entries if name != "__metadata__"}
+    return found
+
+
+def num_parameters(directory: Path) -> int | None:
+    """Counts the numbers in the weights; None: unknown. May raise OSError."""
+    return sum(weights_of(directory).values()) or None
 
 
 def _remedy(key: str) -> str:

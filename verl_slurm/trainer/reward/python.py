@@ -20,6 +20,7 @@ from verl_slurm.config.reward_spec import RewardSpec, check_function, source_fil
 
 _SHOWN = 60
 # The ranks load the run's copy of the code, so that a corrected file alone changes nothing.
+_COPIED = "the ranks run a copy: set code.tree to the folder of all that the reward reads, or correct it"
 _AGAIN = "submit the run again with --code new; it goes on from its newest checkpoint"
 
 
@@ -56,7 +57,8 @@ class PythonReward:
                 "the reward function raised",
                 where=self._name,
                 found=f"{type(error).__name__}: {error} at {place}",
-                remedy=f"correct it, and {_AGAIN}",
+                # Messages name the user's own file, which is there.
+                remedy=f"{_COPIED if isinstance(error, FileNotFoundError) else 'correct it'}, and {_AGAIN}",
             )
             raised.place, raised.worked = f"{type(error).__name__} at {place}", self._worked
             raise raised from error
