@@ -22,7 +22,7 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import birth_of
-from verl_slurm.runs.liveness import job_state, refuse_living, way_on
+from verl_slurm.runs.liveness import job_state, refuse_living, way_on, what_next
 from verl_slurm.runs.requests import cancel_run
 from verl_slurm.runs.run_record import last_job
 from verl_slurm.slurm.parse import parse_job
@@ -54,6 +54,7 @@ GOLDEN = Path(__file__).parent.parent / "slurm" / "golden"
         ("pending", "ReqNodeNotAvail,_Reserved_for_maintenance", "JobId=1 TimeLimit=MINUTES"),
         ("pending", "QOSMaxCpuPerUserLimit", ""),
         ("pending", "AssocGrpCPURunMinutesLimit", ""),
+        ("pending", "PartitionDown", "it starts once the partition preemptible is UP again"),
         ("pending", "PartitionNodeLimit", "scontrol update JobId=1 Partition=OTHER"),
         ("pending", "BadConstraints", "scontrol update JobId=1 Features=OTHER"),
         ("pending", "DependencyNeverSatisfied", "scontrol update JobId=1 Dependency="),
@@ -93,6 +94,9 @@ def test_a_job_that_stands_still_has_a_way_on(moment: str, reason: str | None, w
     told = way_on(msgspec.structs.replace(facts, reason=reason))
     assert way in told
     assert bool(way) == bool(told)
+    if moment == "pending":
+        stands = bool(way) and reason not in ("PartitionDown", "ReqNodeNotAvail,_Reserved_for_maintenance")
+        assert what_next(msgspec.structs.replace(facts, reason=reason)) == (told, stands)
 
 
 def test_a_job_whose_steps_were_stopped_by_a_signal_has_a_way_on() -> None:

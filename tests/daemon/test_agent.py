@@ -374,6 +374,17 @@ def test_the_cause_that_is_told_is_the_error_and_not_the_warnings_that_name_erro
 
     assert cause(log) == "ray.exceptions.ActorDiedError: The actor died"
     assert cause("a\nb\n") == "a\nb"
+    ended = "verl-slurm: rank 1 (local rank 1, pid 7) ended with exitcode 2"
+    killed = "verl-slurm: rank 1 (local rank 1, pid 7) was ended by Signal 9 (SIGKILL): memory"
+    assert cause(f"step 3\n{killed}\n") == killed
+    argparse = "usage: train.py [-h]\ntrain.py: error: unrecognized arguments: --stpes\n"
+    assert cause(f"step 3\n{argparse * 2}{ended}\n") == f"step 3\n{argparse}{ended}"
+    fields = "x.ValidationError: 1 validation error for Settings\nlr\n  Input should be a valid number\n"
+    assert cause(f"{fields * 2}{ended}\n") == f"{fields}{ended}"
+    assert (
+        cause(f"OSError: x\n{chr(10).join(map(str, range(20)))}\n{ended}\n")
+        == f"OSError: x\n17\n18\n19\n{ended}"
+    )
     hydra = "Error executing job with overrides: ['trainer.device=cpu']\n"
     assert cause(f"{hydra}ValueError: no such device\n") == "ValueError: no such device"
     assert len(cause("Error " + "x" * 9000)) == 500

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import signal
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from tests.fakes.agent import Agent
 from tests.fakes.daemon import Daemon
 from verl_slurm.base.errors import ConfigError, DataError
+from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.loops.session import Session
@@ -184,6 +186,30 @@ def test_what_no_start_would_change_is_said_with_its_exit_code(paths: RunPaths) 
         session.close()
         said = agent.heard()[-1]
     assert said == RankRefused(rank=0, exit_code=11, reason="the data is gone: /data")
+
+
+@pytest.mark.torch
+def test_a_file_of_the_checkpoint_that_would_run_code_is_named_and_another_one_is_the_programs(
+    paths: RunPaths,
+) -> None:
+    import torch
+
+    class Program:
+        def __reduce__(self) -> tuple[object, ...]:
+            return os.system, ("true",)
+
+    private_dir(paths.checkpoints / "step_000012")
+    with Agent(paths, resume="step_000012") as agent:
+        session = opened(agent)
+        for file in (paths.root / "own.pt", paths.checkpoints / "step_000012/optimizer.pt"):
+            torch.save({"a": Program()}, file)
+            with file.open("rb") as stream, pytest.raises(Exception, match="Weights only") as caught:
+                torch.load(stream, weights_only=True)
+            session.ended_by(caught.value)
+        session.close()
+        [said] = [message for message in agent.heard() if isinstance(message, RankRefused)]
+    assert said.exit_code == ExitCode.CORRUPT
+    assert "step_000012/optimizer.pt (found posix.system, expected tensors" in said.reason
 
 
 def test_the_story_of_a_thousand_ranks_does_not_end_the_line(paths: RunPaths) -> None:

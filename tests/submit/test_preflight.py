@@ -62,6 +62,9 @@ def test_a_run_starts_from_no_checkpoint_of_the_other_algorithm(tmp_path: Path) 
     )
     with pytest.raises(ConfigError, match="expected train.algorithm=grpo: the checkpoint holds actor"):
         check_resume_from(_config(grpo, "ppo"))
+    ppo.chmod(0o777)
+    with pytest.raises(PermissionRefused, match="others could have written it: .*mode 0777.*chmod -R go-w"):
+        check_resume_from(_config(ppo, "ppo"))
     # One that cannot be read is left to the lead, which verifies it.
     (grpo / "manifest.json").write_bytes(b"?")
     check_resume_from(_config(grpo, "ppo"))

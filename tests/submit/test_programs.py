@@ -8,7 +8,7 @@ import pytest
 from tests.builders import run_config
 from verl_slurm.base.errors import ConfigError, DataError, NotFound, VerlSlurmError
 from verl_slurm.checks import good, told
-from verl_slurm.config.schema import ContainerConfig, RunConfig
+from verl_slurm.config.schema import CodeConfig, ContainerConfig, RunConfig
 from verl_slurm.submit.checks.model_and_reward import check_guest, check_reward
 
 
@@ -180,6 +180,7 @@ def test_a_reward_that_imports_a_missing_package_is_refused(here: Path, inside: 
     (here / "reward.py").write_text("from helper import x\ndef score(prompt, response, answer): return x\n")
     with pytest.raises(ConfigError, match=r"set code\.tree=\S+: helper lies beside reward\.py"):
         check_reward(reward, run_config())
+    assert check_reward(reward, msgspec.structs.replace(run_config(), code=CodeConfig(tree=str(here)))) == []
 
 
 @pytest.mark.parametrize(

@@ -251,6 +251,15 @@ def test_an_exception_ends_with_one_line_that_names_its_place(tmp_path: Path, li
     assert caught.value.exit_code is ExitCode.DATA
 
 
+def test_a_function_finds_the_modules_beside_its_file_behind_all_others(tmp_path: Path) -> None:
+    (tmp_path / "vs_units.py").write_text("scale = 2.0\n")
+    (tmp_path / "json.py").write_text("raise SystemExit('the neighbour of that name')\n")
+    source = "import json\nfrom vs_units import scale\ndef score(p, r, a):\n    return [scale for _ in r]\n"
+    (tmp_path / "r.py").write_text(source)
+    reward = build_reward(f"python:{tmp_path / 'r.py'}:score")
+    assert reward(PROMPTS, RESPONSES, ANSWERS).tolist() == [2.0] * len(RESPONSES)
+
+
 def test_a_function_cannot_change_the_lists_of_the_training() -> None:
     def greedy(prompts: list[str], responses: list[str], answers: list[str]) -> list[float]:
         prompts.clear()

@@ -10,14 +10,22 @@ daemon: every call is allowed and does nothing.
 """
 
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any, Self
 
-from verl_slurm.base.errors import ConfigError, VerlSlurmError, restart_may_help, underlying
+from verl_slurm.base.errors import (
+    CheckpointCorrupt,
+    ConfigError,
+    VerlSlurmError,
+    restart_may_help,
+    underlying,
+)
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.checkpoint.decide.best import metrics_of
 from verl_slurm.journal.steps import append_step
@@ -330,6 +338,8 @@ class Session:
         """Reports the error that ends this rank's loop, if another start would end in the same way."""
         # All others are crashes, errors of a framework and of the user's code among them: the daemon counts them and
         # starts again.
+        if self.resume is not None and type(error).__name__ == "UnpicklingError":
+            error = _not_loaded(error, self.resume) or error
         # Of a failure of several ranks, this rank's own decides.
         if isinstance(error, VerlSlurmError) and not restart_may_help(own := underlying(error)):
             self.refused(own)
@@ -380,6 +390,24 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
             "this process is not told its place", where=name, found=text, expected="a whole number"
         )
     return int(text)
+
+
+def _not_loaded(error: BaseException, checkpoint: Path) -> CheckpointCorrupt | None:
+    """Returns the refusal of a file of the checkpoint that holds more than torch loads (`weights_only`); None: it was
+    another file."""
+    for frame, _ in walk_tb(error.__traceback__):
+        file = frame.f_locals.get("f") if frame.f_code.co_name == "load" else None
+        name = str(getattr(file, "name", file))
+        if name.startswith(f"{checkpoint}{os.sep}"):
+            return CheckpointCorrupt(
+                "a file of the checkpoint is not loaded, since it would run code",
+                where=name,
+                found=(re.findall(r"GLOBAL ([\w.]+)", str(error)) or [str(error)[:200]])[0],
+                expected="tensors and plain values, as torch.load takes them with weights_only",
+                remedy="resume from a checkpoint that you have made; of a class of your own program: "
+                "torch.serialization.add_safe_globals",
+            )
+    return None
 
 
 def _the_run(environ: Mapping[str, str]) -> tuple[RunPaths, int, Path | None]:

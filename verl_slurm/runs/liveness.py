@@ -79,6 +79,8 @@ _SHIPPED_SCRIPT = re.compile(r"/(chain|heterogeneous|multi_node|pyxis|single_nod
 _HELD = r"held|holding[_ ]job|JobHoldMaxRequeue|special[_ ]exit[_ ]state|BurstBufferOperation"
 _RESERVATION_GONE = r"Reservation(Deleted|Invalid|_.*_(was_deleted|is_invalid)$)"
 # By the beginning of Slurm's reason, or of the sentence that stands for it, whose blanks are `_` here.
+_PASSES = re.compile(r"^Partition(Down|Inactive)|maintenance", re.IGNORECASE)
+"""Slurm starts the job by itself when that is over."""
 _CHANGES = {
     r"PartitionTimeLimit|(QOS|Assoc)Max\w*(WallDuration|MinutesPerJob)": "TimeLimit=MINUTES",
     # More of something than any job there may have; and too little of it.
@@ -88,7 +90,7 @@ _CHANGES = {
     r"QOSGrp\w*(?<!Run)Minutes|QOSGrpWall|QOSUsageThreshold": "QOS=OTHER",
     r"AssocGrp\w*(?<!Run)Minutes|AssocGrpWall": "Account=OTHER",
     # Not the number of nodes: what a run is divided over is settled when it is submitted.
-    r"PartitionDown|PartitionInactive|PartitionNodeLimit|PartitionConfig|uid_\d+_not_in_group": "Partition=OTHER",
+    r"PartitionNodeLimit|PartitionConfig|uid_\d+_not_in_group": "Partition=OTHER",
     r"BadConstraints": "Features=OTHER",
     r"DependencyNeverSatisfied": "Dependency=",
     r"InvalidAccount|AccountNotAllowed|Job's_account_not": "Account=OTHER",
@@ -220,7 +222,7 @@ def what_next(facts: JobFacts) -> tuple[str, bool]:
     # Resumed by hand, a job that another one preempted would share the cores with that one.
     if facts.state == "SUSPENDED" and resumes_jobs(asyncio.run(SlurmClient().config())):
         return f"if another job preempted it, Slurm resumes it by itself; else an operator: {words}", False
-    return words, bool(words)
+    return words, bool(words) and _PASSES.search(facts.reason or "") is None
 
 
 def resumes_jobs(slurm_conf: Mapping[str, str]) -> bool:
@@ -241,6 +243,9 @@ def way_on(facts: JobFacts) -> str:
         return f"scontrol release {facts.target}"
     if facts.is_waiting and "maintenance" in reason.lower():
         return f"a shorter job may start before it: scontrol update JobId={facts.target} TimeLimit=MINUTES"
+    if facts.is_waiting and _PASSES.search(reason):
+        other = f"scontrol update JobId={facts.target} Partition=OTHER"
+        return f"it starts once the partition {facts.partition} is UP again; in another one sooner: {other}"
     change = needed_change(reason) if facts.is_waiting else ""
     if not change:
         return ""

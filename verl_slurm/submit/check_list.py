@@ -20,8 +20,9 @@ from verl_slurm.checkpoint.format.components import require_same_models
 from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.lost import former_checkpoint, require_run_id
+from verl_slurm.checkpoint.store.recover import untrusted
 from verl_slurm.checkpoint.store.run_config import trained_with
-from verl_slurm.checkpoint.store.verify import read_manifest
+from verl_slurm.checkpoint.store.verify import read_manifest, why_untrusted
 from verl_slurm.checkpoint.tiers.survey import namesakes
 from verl_slurm.checks import ANYTHING, Check, Finding, When, good, skipped, warn
 from verl_slurm.checks.bad_nodes import folder, recall
@@ -268,6 +269,7 @@ def check_resume_from(config: RunConfig) -> list[Finding]:
         NotFound: it is not there.
         ConfigError: it belongs to a run that trains other models.
         DataError: it is an adapter.
+        PermissionRefused: another user could have written it.
     """
     wanted = config.checkpoint.resume_from
     if wanted is None or wanted == "auto":
@@ -302,6 +304,8 @@ def check_resume_from(config: RunConfig) -> list[Finding]:
         pass
     else:
         require_same_models(manifest, config, path)
+        if why := why_untrusted(path.stat()):
+            raise untrusted(path, why)
     notes = [] if named else [source_may_go(path)]
     return [good("the checkpoint to resume from"), *map(warn, filter(None, notes))]
 

@@ -485,6 +485,9 @@ async def _run(paths: RunPaths, attempt: int, node: str, node_id: int, restart: 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _TOLD_BYTES, _TOLD_CHARS = 1 << 16, 500
 """Bytes at the end of the log that are searched for the cause; characters of each line."""
+_NEAR_LINES, _MORE_LINES = 12, 3
+_OURS = re.compile(r"verl-slurm: rank \d+ \(")
+"""Begins the line of `ranks.py` that says how a rank ended."""
 _HYDRA = "Error executing job with overrides: "
 
 
@@ -493,7 +496,13 @@ def first_cause(log: Path) -> str:
     text = tail(log, _TOLD_BYTES)
     lines = [_COLOUR.sub("", line)[:_TOLD_CHARS] for line in text.splitlines() if line.strip()]
     # A launcher prints its own lines after the rank's, verl's processes warn of errors that were none, and
-    # Hydra repeats each word of the command line.
-    told = [line for line in lines if "Warning" not in line and not line.startswith(_HYDRA)]
-    errors = [line for line in told if "Error" in line or "exitcode" in line or "Signal" in line]
-    return "\n".join((errors or lines)[-6:])
+    # Hydra repeats each word of the command line. What ranks say alike counts once.
+    said = dict.fromkeys(line for line in lines if "Warning" not in line and not line.startswith(_HYDRA))
+    told = [line for line in said if not _OURS.match(line)]
+    marked = [at for at, line in enumerate(told) if "Error" in line or "exitcode" in line or "Signal" in line]
+    ends = [line for line in said if _OURS.match(line)]
+    # Some errors go on in further lines; what a program says as it ends by itself (`sys.exit`, argparse) has no mark.
+    more = 0 if ends and all("(SIGKILL)" in line for line in ends) else _MORE_LINES
+    behind = marked[-1] + 1 if marked and len(told) - marked[-1] <= _NEAR_LINES else len(told) - more
+    chosen = sorted({*marked, *range(max(behind, 0), min(behind + more, len(told)))})
+    return "\n".join([*(told[at] for at in chosen[-6:]), *ends][-7:])

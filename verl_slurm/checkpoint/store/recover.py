@@ -202,6 +202,21 @@ def _use(choice: ResumeChoice, path: Path, verdict: Verdict) -> ResumeChoice:
     return replace(choice, name=path.name, path=path, manifest=verdict.manifest)
 
 
+def untrusted(path: Path, found: str) -> PermissionRefused:
+    """Returns the refusal of a checkpoint that another user could have written, and what makes it the user's own."""
+    above = path.parent.stat()
+    taken = f"mv {shell_word(path)} {shell_word(f'{path}.theirs')}, and cp -r it back if it is what you saved"
+    if above.st_uid != os.geteuid():
+        taken = f"cp -r {shell_word(path)} DIR if you trust them, then checkpoint.resume_from=DIR/{path.name}"
+    return PermissionRefused(
+        "the checkpoint is not used: others could have written it",
+        where=path,
+        found=found,
+        remedy=f"if all of it is yours: chmod -R go-w {shell_word(path.parent.parent)}; what belongs to another "
+        f"user: {taken}",
+    )
+
+
 def _not_readable(verdict: Verdict) -> OSError:
     remedy = "nothing older is used in its place; checkpoint.resume_from=NAME goes on from an older one"
     return OSError(errno.EIO, f"{verdict.one_line()}; {remedy}")
@@ -226,13 +241,7 @@ def _refusal(path: Path, verdict: Verdict) -> VerlSlurmError:
         )
     kinds = {problem.kind for problem in verdict.problems}
     if "untrusted" in kinds and kinds <= {"untrusted", "extra"}:
-        return PermissionRefused(
-            "the checkpoint is not used: others could have written it",
-            where=path,
-            found=verdict.one_line(),
-            remedy=f"if all of it is yours: chmod -R go-w {shell_word(path.parent.parent)}; what belongs to another "
-            f"user: mv {shell_word(path)} {shell_word(f'{path}.theirs')}, and cp -r it back if it is what you saved",
-        )
+        return untrusted(path, verdict.one_line())
     return CheckpointCorrupt(
         "the checkpoint does not verify",
         where=path,

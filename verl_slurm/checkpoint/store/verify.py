@@ -151,15 +151,19 @@ def _untrusted(entries: list[Entry]) -> list[Problem]:
     for entry in entries:
         if entry.kind == "link":
             continue  # reported as a link; its own mode means nothing
-        if entry.info.st_uid != os.geteuid():
-            what = f"belongs to uid {entry.info.st_uid}, expected {os.geteuid()}"
-        # Group and others: both could change the bytes after this check and before they are loaded.
-        elif stat.S_IMODE(entry.info.st_mode) & 0o022:
-            what = f"may be written by others (mode {stat.S_IMODE(entry.info.st_mode):04o})"
-        else:
-            continue
-        problems.append(Problem(path=entry.path, what=what, kind="untrusted"))
+        if what := why_untrusted(entry.info):
+            problems.append(Problem(path=entry.path, what=what, kind="untrusted"))
     return problems
+
+
+def why_untrusted(info: os.stat_result) -> str:
+    """Returns why a file or directory may be exchanged by another user; empty: it may not."""
+    if info.st_uid != os.geteuid():
+        return f"belongs to uid {info.st_uid}, expected {os.geteuid()}"
+    # Group and others: both could change the bytes after this check and before they are loaded.
+    if stat.S_IMODE(info.st_mode) & 0o022:
+        return f"may be written by others (mode {stat.S_IMODE(info.st_mode):04o})"
+    return ""
 
 
 def named_paths(manifest: Manifest | None) -> tuple[set[str], set[str]]:

@@ -20,6 +20,7 @@ from verl_slurm.config.load import load_resolved
 from verl_slurm.config.reward_spec import FORMS, check_function, nearest_form, parse_reward, source_file
 from verl_slurm.config.roles import data_root
 from verl_slurm.config.schema import BUILTIN, RunConfig
+from verl_slurm.program.git import work_tree
 from verl_slurm.submit.checks.model_files import BUILTIN_MODELS, check_model, weights_of
 from verl_slurm.submit.checks.user_programs import check_program, check_source, ranks_search, why_unseen
 from verl_slurm.submit.relative_paths import with_values
@@ -211,7 +212,10 @@ def check_reward(text: str, config: RunConfig | None = None) -> list[str]:
     # As `trainer.reward.python` loads it.
     whole = file.name == "__init__.py"
     package = "" if spec.is_file else spec.name if whole else spec.name.rpartition(".")[0]
-    return notes + told(check_source(config, "model.reward", file, spec.function, package))[1]
+    # A file's neighbours are found beside its copy; without a tree it is copied alone.
+    alone = config.code.tree == "auto" and work_tree(file.parent).top is None
+    beside = [str(file.parent)] if spec.is_file and not alone else []
+    return notes + told(check_source(config, "model.reward", file, spec.function, package, beside))[1]
 
 
 def _no_answers(reward: str) -> str:

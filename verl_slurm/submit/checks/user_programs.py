@@ -440,6 +440,7 @@ def check_imports(
     file: Path,
     tree: ast.Module,
     *,
+    key: str = "",
     function: str = "",
     beside: Sequence[str] = (),
     package: str = "",
@@ -447,6 +448,7 @@ def check_imports(
     """Refuses a source whose imports the ranks' Python does not have.
 
     Args:
+        key: of the configuration, that names the file.
         function: whose own imports count, too.
         beside: directories in which its neighbours are found.
         package: in which the file is loaded; empty: it is loaded by itself.
@@ -478,8 +480,11 @@ def check_imports(
         ]
         if not near:
             raise
+        folder = shell_word(file.parent)
+        # verl loads a file by itself, without a look at what lies beside it.
+        also = f" env.PYTHONPATH={folder}" if key.startswith("verl.") else ""
         remedy = (
-            f"set code.tree={shell_word(file.parent)}: {near[0]} lies beside {file.name} and is copied then"
+            f"set code.tree={folder}{also}: {near[0]} lies beside {file.name}, and is copied and found then"
         )
         raise ConfigError(
             error.what, where=error.where, found=error.found, expected=error.expected, remedy=remedy
@@ -547,10 +552,12 @@ def _imports(body: Sequence[ast.stmt], function: str) -> Iterator[ast.Import | a
             yield from _imports(node.body, "")
 
 
-def check_source(config: RunConfig, key: str, file: Path, name: str = "", package: str = "") -> list[Finding]:
+def check_source(
+    config: RunConfig, key: str, file: Path, name: str = "", package: str = "", beside: Sequence[str] = ()
+) -> list[Finding]:
     """Checks a Python file that a program loads: it parses, binds `name` (empty: any), and finds its imports.
 
-    `key` names the file, for messages; `package` is as of `check_imports`.
+    `key` names the file, for messages; `package` and `beside` are as of `check_imports`.
 
     Raises:
         ConfigError: it binds no such name, lacks a module, or has a relative import that cannot work.
@@ -574,7 +581,10 @@ def check_source(config: RunConfig, key: str, file: Path, name: str = "", packag
                 remedy=f"name one of them, or write {name} into it",
             )
         found.append(skipped(f"whether {file} has {name}, since it imports *"))
-    return [*found, *check_imports(config, file, tree, function=name, package=package)]
+    return [
+        *found,
+        *check_imports(config, file, tree, key=key, function=name, beside=beside, package=package),
+    ]
 
 
 def _parsed(config: RunConfig, file: Path, key: str) -> ast.Module | Finding:

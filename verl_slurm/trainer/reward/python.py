@@ -152,6 +152,9 @@ def _run(spec: RewardSpec, file: Path, source: bytes, digest: str) -> ModuleType
     # Named by its content: an import of this process by the module's own name would be the former source.
     name = f"verl_slurm_reward_{digest[:16]}"
     parent = "" if spec.is_file else spec.name.rpartition(".")[0]
+    # Behind all others: a neighbour called as one of our packages must not be taken for it.
+    if spec.is_file and str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
     if parent:
         # Relative imports of the source need their package.
         importlib.import_module(parent)
