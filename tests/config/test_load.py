@@ -14,6 +14,7 @@ from verl_slurm.base import shipped as shipped_module
 from verl_slurm.base.errors import ConfigError, NotFound
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.shipped import shipped
+from verl_slurm.config.changes import require_in_place
 from verl_slurm.config.hints import WORDS, nearest_keys
 from verl_slurm.config.load import differences, dump, known_keys, load, load_resolved, parse_config
 from verl_slurm.config.schema import RunConfig, SlurmConfig
@@ -333,3 +334,21 @@ def test_a_run_without_its_run_yaml_is_told_what_brings_it_back(tmp_path: Path, 
     for words in command:
         subprocess.run(words, shell=True, check=True)
         assert load_resolved(run.run_yaml) == config
+
+
+def test_a_run_that_was_moved_has_ways_on_and_its_former_path_is_one_only_while_it_is_there(
+    tmp_path: Path,
+) -> None:
+    here, former = tmp_path / "here", tmp_path / "former"
+    here.mkdir()
+    config = parse_config(f"run_dir: {former}".encode(), "run.yaml", [])
+    with pytest.raises(
+        ConfigError, match="; move this one there .*name=NEW run_dir=NEW checkpoint.resume_from="
+    ):
+        require_in_place(here, config, "submit")
+    former.mkdir()
+    with pytest.raises(ConfigError, match=f"; submit {former}, move this one there"):
+        require_in_place(here, config, "submit")
+    former.rmdir()
+    former.symlink_to(here)
+    require_in_place(here, config, "submit")

@@ -29,9 +29,15 @@ def test_verl_takes_the_first_configuration_and_what_it_refuses_is_refused(
         write_verl_rows(tmp_path / "data" / name, 2048, data_source="openai/gsm8k")
     words = ["--for", "verl", "--model", "model", "--data", "data", "--nodes", "1", "--ranks", "2"]
     assert main(["init", "first.yaml", *words]) == ExitCode.OK
-    assert main(["submit", "first.yaml", "--dry-run", "--cluster", "local"]) == ExitCode.OK
+    dry_run = ["submit", "first.yaml", "--dry-run", "--cluster", "local", "--"]
+    assert main(dry_run) == ExitCode.CONFIG
+    said = capsys.readouterr().err
+    assert "found no flash_attn" in said
+    words = ["+actor_rollout_ref.model.override_config.attn_implementation=sdpa"]
+    assert words[0] in said
+    assert main([*dry_run, *words]) == ExitCode.OK
     assert "not looked at: verl's own judgement" not in capsys.readouterr().err
     actor = "actor_rollout_ref.actor"
-    words = ["--", f"{actor}.use_dynamic_bsz=false", f"{actor}.ppo_micro_batch_size_per_gpu=null"]
-    assert main(["submit", "first.yaml", "--dry-run", "--cluster", "local", *words]) == ExitCode.CONFIG
+    words += [f"{actor}.use_dynamic_bsz=false", f"{actor}.ppo_micro_batch_size_per_gpu=null"]
+    assert main([*dry_run, *words]) == ExitCode.CONFIG
     assert f"verl refuses its settings: verl.{actor}" in capsys.readouterr().err
