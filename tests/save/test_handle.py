@@ -57,6 +57,23 @@ def test_signals_for_the_whole_step_leave_it_working(saver: SaverProcess, tmp_pa
     _save(saver, tmp_path / "a")
 
 
+def test_a_process_that_the_rank_forks_later_does_not_keep_it_from_ending(arena: Arena) -> None:
+    saver = SaverProcess(arena)
+    saver.wait_ready()
+    ends, told = os.pipe()
+    # As a worker of a data loader: it has all that its rank has open, and outlives the rank's last save.
+    if (worker := os.fork()) == 0:
+        os.close(told)
+        os.read(ends, 1)
+        os._exit(0)
+    try:
+        saver.close()
+    finally:
+        os.close(told)
+        os.close(ends)
+        os.waitpid(worker, 0)
+
+
 def test_a_saver_that_is_gone_is_said_and_nothing_hangs(saver: SaverProcess, tmp_path: Path) -> None:
     os.kill(saver.pid, signal.SIGKILL)
     with pytest.raises(SaverDied, match="saver process"):

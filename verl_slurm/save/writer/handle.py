@@ -1,8 +1,10 @@
 """The rank's end of its saver process. Blocking calls, made from a thread that has nothing else to do."""
 
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 import msgspec
 
@@ -26,18 +28,21 @@ class SaverProcess:
         if encryption is not None:
             # A path or a variable's name. The key itself stays out of argv, which every user of the node can read.
             argv += ["--encryption", msgspec.json.encode(encryption).decode()]
+        # No pipe: processes that the rank forks later (workers of a data loader) hold a pipe's end open, and its reader
+        # would wait for theirs.
+        self._in, theirs = socket.socketpair()
         self._process = subprocess.Popen(
             # stderr is inherited: what the saver says goes to the rank's log. Every other descriptor of the rank stays
             # closed in it.
             argv,
-            stdin=subprocess.PIPE,
+            stdin=theirs.fileno(),
             stdout=subprocess.PIPE,
             pass_fds=(arena.fd,),
             bufsize=0,
         )
-        assert self._process.stdin is not None
+        theirs.close()
         assert self._process.stdout is not None
-        self._in, self._out = self._process.stdin, self._process.stdout
+        self._out = self._process.stdout
         self._decoder = msgspec.json.Decoder(FromSaver)
         self._pending = b""
         self._count = 0
@@ -66,8 +71,7 @@ class SaverProcess:
         data = memoryview(msgspec.json.encode(request) + b"\n")
         try:
             while data:
-                # bufsize=0 gives a raw pipe, whose write may be short.
-                data = data[self._in.write(data) :]
+                data = data[self._in.send(data) :]
         except OSError as error:
             raise self._died(str(error)) from error
         answers: dict[str, Written] = {}
@@ -86,8 +90,10 @@ class SaverProcess:
     def close(self) -> None:
         """End it; what it writes just now is finished first."""
         # The end of its input ends the saver's loop after the request in hand; a signal would cut a write short.
-        self._in.close()
+        with suppress(OSError):  # it is gone
+            self._in.shutdown(socket.SHUT_WR)
         self._process.wait()
+        self._in.close()
         self._out.close()
 
     def _receive(self) -> FromSaver:
