@@ -54,6 +54,20 @@ def test_second_copies_in_another_users_directory_are_refused(cli: Cli, workplac
     assert (refused.code, f"uid {NOBODY}" in refused.error) == (ExitCode.PERMISSION, True)
 
 
+def test_a_run_directory_that_is_a_link_is_refused_and_one_below_a_link_is_taken(
+    cli: Cli, workplace: Path
+) -> None:
+    (workplace / "large/run").mkdir(parents=True, mode=0o700)
+    (workplace / "run").symlink_to("large/run")
+    (workplace / "runs").symlink_to("large")
+    dry = ("submit", "config.yaml", "--dry-run", "--cluster", "local")
+    refused = cli(*dry, f"run_dir={workplace / 'run'}")
+    assert refused.code == ExitCode.PERMISSION
+    assert "found a link to large/run" in refused.err
+    assert "a directory above the run may be a link" in refused.err
+    assert cli(*dry, f"run_dir={workplace / 'runs/run'}").code == ExitCode.OK
+
+
 @pytest.mark.scenario("SEC12")
 def test_a_run_in_a_groups_directory_is_told_of(cli: Cli, workplace: Path) -> None:
     place = open_to_all(workplace / "group")

@@ -84,7 +84,7 @@ def no_directory(error: OSError, path: Path) -> OSError | PermissionRefused:
         where=path,
         found=f"a link to {os.readlink(path)}" if path.is_symlink() else "something else",
         expected="a directory",
-        remedy="move the real one here, or make the whole run directory the link",
+        remedy="move the real one here; a directory above the run may be a link",
     )
 
 

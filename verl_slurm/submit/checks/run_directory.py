@@ -5,6 +5,7 @@ No room for a single checkpoint is refused; room for one, but not for all, is a 
 (`checkpoint/decide/storage.py`).
 """
 
+import errno
 import grp
 import os
 import stat
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from verl_slurm.base.errors import ConfigError, NoRoom, PermissionRefused
-from verl_slurm.base.files import require_safe_way, unsafe_on_the_way
+from verl_slurm.base.files import no_directory, require_safe_way, unsafe_on_the_way
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.tree import files_below
 from verl_slurm.checkpoint.decide.storage import Need, Room, need_of_next
@@ -58,6 +59,8 @@ def check_run_dir(run_dir: Path) -> None:
                 expected=f"uid {os.geteuid()}",
                 remedy=remedy,
             )
+    if run_dir.is_symlink():
+        raise no_directory(NotADirectoryError(errno.ENOTDIR, ""), run_dir)
     if not place.is_dir():
         raise PermissionRefused("a file is in the way of the run directory", where=place, remedy=remedy)
     # By default access(2) asks for the real user, and files are made by the effective one.
