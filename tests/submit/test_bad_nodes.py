@@ -78,6 +78,11 @@ def test_where_too_few_nodes_would_be_left_the_oldest_are_let_in_again() -> None
     assert nodes_to_avoid(config(1, "health.exclude_h=0"), SAYS) == ((), []), "it keeps no memory"
 
 
+def test_a_bad_node_that_no_job_can_get_any_more_is_left_out_without_a_word() -> None:
+    note("drained")
+    assert nodes_to_avoid(config(3), SAYS) == ((), [])
+
+
 @pytest.mark.parametrize(
     ("nodes", "words", "shell", "why"),
     [

@@ -372,25 +372,27 @@ class SlurmAllocation(Allocation):
             own = [node for node in present if node not in before]
             asked = set(await self._client.expand(facts.required)) if nodes and facts.required else set()
             spared: tuple[str, ...] = ()
+            usable: dict[str, str] = {}
             if set(nodes) - asked:
                 usable = await self._client.usable_nodes(facts.partition.split(",")[0], facts.reservation)
                 spared = sparable(nodes, usable, own, self._config.all_nodes, asked)
             wanted = [*own, *spared]
+            # One that is drained, or gone from Slurm, starts no job: there is nothing to say.
+            back = [node for node in nodes if node not in spared and (node in usable or node in asked)]
             # Where none can be spared, an earlier exclusion goes as well.
-            if set(wanted) == set(present) and not nodes:
+            if set(wanted) == set(present) and not back and not spared:
                 return Avoided("", spared)
             if set(wanted) != set(present):
                 await self._client.exclude(facts, ",".join(wanted))
         except VerlSlurmError as error:
             return Avoided(f"nothing is avoided: {error}", tuple(before))
-        back = [node for node in nodes if node not in spared]
         place = f"reservation {facts.reservation}" if facts.reservation else f"partition {facts.partition}"
         why = f"{place} has too few other nodes like that"
         if named := [node for node in back if node in asked]:
             # Of the others, if there are any, the same is told as without these.
             few = f"; {why}" if set(back) - asked else ""
             why = f"the job asks for {', '.join(named)}{few}"
-        if nodes and not spared:
+        if back and not spared:
             return Avoided(f"nothing is avoided: {why}")
         said = "the next start avoids no node any more"
         if wanted:

@@ -344,17 +344,18 @@ def nodes_to_avoid(config: RunConfig, says: SlurmSays) -> tuple[tuple[str, ...],
     variable = obeyed_variables(os.environ, config).get("reservation", "")
     reservation = str(extra.get("reservation") or os.environ.get(variable, ""))
 
-    async def ask() -> tuple[tuple[str, ...], list[str]]:
+    async def ask() -> tuple[tuple[str, ...], list[str], set[str]]:
         client = SlurmClient()
         partitions = ",".join(facts.name for facts in says.partitions)
         usable = await client.usable_nodes(partitions, reservation)
         excluded, asked = [
             await client.expand(lists[name]) if lists[name] else [] for name in ("exclude", "nodelist")
         ]
-        return sparable(bad.names, usable, excluded, config.distributed.nodes, asked), asked
+        spared = sparable(bad.names, usable, excluded, config.distributed.nodes, asked)
+        return spared, asked, {*usable, *asked}
 
     try:
-        spared, asked = asyncio.run(ask())
+        spared, asked, possible = asyncio.run(ask())
     # Without Slurm's word on the other nodes none is excluded.
     except (SlurmMissing, NotFound) as error:
         return (), [*notes, warn(f"no bad node is excluded: {error.one_line()}")]
@@ -363,7 +364,7 @@ def nodes_to_avoid(config: RunConfig, says: SlurmSays) -> tuple[tuple[str, ...],
     notes += [
         warn(f"the job may get {node.told}: {'it asks for this node' if node.node in asked else few}")
         for node in bad.nodes
-        if node.node not in spared
+        if node.node not in spared and node.node in possible
     ]
     return spared, notes
 
