@@ -381,10 +381,12 @@ def test_the_cause_that_is_told_is_the_error_and_not_the_warnings_that_name_erro
     assert cause(f"step 3\n{argparse * 2}{ended}\n") == f"step 3\n{argparse}{ended}"
     fields = "x.ValidationError: 1 validation error for Settings\nlr\n  Input should be a valid number\n"
     assert cause(f"{fields * 2}{ended}\n") == f"{fields}{ended}"
-    assert (
-        cause(f"OSError: x\n{chr(10).join(map(str, range(20)))}\n{ended}\n")
-        == f"OSError: x\n17\n18\n19\n{ended}"
-    )
+    abort = "terminate called after throwing an instance of 'c10::Error'\n  what():  CUDA driver version\n"
+    peer = "RuntimeError: Connection reset by peer"
+    trace = f'Traceback (most recent call last):\n  File "t.py", line 1\n    step()\n{peer}\n'
+    assert cause(f"{abort}{trace}{ended}\n") == f"{abort}{peer}\n{ended}"
+    lines = "\n".join(map(str, range(40)))
+    assert cause(f"OSError: x\n{lines}\n{ended}\n") == f"OSError: x\n37\n38\n39\n{ended}"
     hydra = "Error executing job with overrides: ['trainer.device=cpu']\n"
     assert cause(f"{hydra}ValueError: no such device\n") == "ValueError: no such device"
     assert len(cause("Error " + "x" * 9000)) == 500

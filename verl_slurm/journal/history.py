@@ -61,7 +61,7 @@ PARTS: dict[str, str] = {
 
 _MOST_EVIDENCE = 1000
 _MOST_STEPS = 10_000_000
-_LAST_LINES, _MOST_OF_LINE = 5, 300
+_LAST_LINES, _MOST_OF_LINE = 7, 300
 
 
 # ---- what a run is made of

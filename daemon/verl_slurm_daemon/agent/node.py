@@ -485,7 +485,11 @@ async def _run(paths: RunPaths, attempt: int, node: str, node_id: int, restart: 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _TOLD_BYTES, _TOLD_CHARS = 1 << 16, 500
 """Bytes at the end of the log that are searched for the cause; characters of each line."""
-_NEAR_LINES, _MORE_LINES = 12, 3
+_NEAR_LINES, _MORE_LINES, _TOLD_LINES = 30, 3, 9
+_FRAME = re.compile(
+    r"(\[rank\d+\]:)?\s*(File \"|Traceback |\^|The above exception|During handling)|(\[rank\d+\]:)? {4}"
+)
+"""Lines of a Python traceback that say where, and not what."""
 _OURS = re.compile(r"verl-slurm: rank \d+ \(")
 """Begins the line of `ranks.py` that says how a rank ended."""
 _HYDRA = "Error executing job with overrides: "
@@ -503,6 +507,7 @@ def first_cause(log: Path) -> str:
     ends = [line for line in said if _OURS.match(line)]
     # Some errors go on in further lines; what a program says as it ends by itself (`sys.exit`, argparse) has no mark.
     more = 0 if ends and all("(SIGKILL)" in line for line in ends) else _MORE_LINES
-    behind = marked[-1] + 1 if marked and len(told) - marked[-1] <= _NEAR_LINES else len(told) - more
-    chosen = sorted({*marked, *range(max(behind, 0), min(behind + more, len(told)))})
-    return "\n".join([*(told[at] for at in chosen[-6:]), *ends][-7:])
+    begins = [at + 1 for at in marked if len(told) - at <= _NEAR_LINES] or [len(told) - more]
+    behind = {at for begin in begins for at in range(max(begin, 0), min(begin + more, len(told)))}
+    chosen = sorted({*marked, *(at for at in behind if not _FRAME.match(told[at]))})
+    return "\n".join([*(told[at] for at in chosen[-_TOLD_LINES:]), *ends][-_TOLD_LINES:])
