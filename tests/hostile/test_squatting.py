@@ -23,6 +23,7 @@ from tests.cli.conftest import (
 from tests.cli.test_checkpoints import save
 from tests.daemon.test_second_copy import Node, node as node
 from tests.hostile.another_user import NOBODY, PYTHON_OF_NOBODY, needs_another_user
+from tests.local_runs import lead, until
 from verl_slurm.base.errors import KeyRefused, PermissionRefused, TierError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import append_line, make_private, private_dir, read_private, write_file
@@ -283,16 +284,18 @@ def test_a_place_in_a_tier_that_somebody_made_before_is_refused(
 
 @pytest.mark.parametrize("name", ["control", "checkpoints", "ledger", "logs"])
 def test_a_lead_does_not_work_in_a_directory_of_another_user_s(name: str, node: Node, precious: Path) -> None:
-    from verl_slurm_daemon.lead.lead_loop import run_lead
-
     place = node.paths.root / name
     private_dir(place)
     shutil.rmtree(place)
     place.mkdir(0o777)
     os.chown(place, NOBODY, NOBODY)
     before = facts(place)
-    with pytest.raises(PermissionRefused, match="another user"):
-        run_lead(node.paths.root)
+    process = lead(node.paths)
+    try:
+        assert "belongs to another user" in until(process, "tries again")
+    finally:
+        process.terminate()
+        process.communicate(timeout=120)
     assert facts(place) == before
 
 

@@ -108,12 +108,12 @@ def require_in_place(directory: Path, config: RunConfig, verb: str) -> None:
     # A copy has the original's run id and would act on the original's files and jobs.
     if made_as.resolve() != directory.resolve():
         there = f"{verb} {made_as}, " if made_as.exists() else ""
-        words = shell_word(f"checkpoint.resume_from={directory}/checkpoints/NAME")
         raise ConfigError(
             "a copy, or a run that was moved",
             where=directory,
             found=f"this run was made as {made_as} and lies in {directory.resolve()}",
             remedy=f"{there}move this one there (a link of that name will do), or go on in a new run: "
-            f"verl-slurm submit {shell_word(directory / 'run.yaml')} name=NEW run_dir=NEW {words} "
+            f"verl-slurm submit {shell_word(directory / 'run.yaml')} name=NEW run_dir=NEW "
+            f"{shell_word(f'checkpoint.resume_from={directory}/checkpoints/NAME')} "
             f"(`verl-slurm list {shell_word(directory)}` lists the names)",
         )
