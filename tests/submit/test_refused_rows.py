@@ -127,6 +127,7 @@ REFUSING = {
     "TypeError": "{% if messages[0].role == 'system' %}{{ messages[0].content + 1 }}{% endif %}",
     "ZeroDivisionError": "{% if messages[0].role == 'system' %}{{ 1 // 0 }}{% endif %}",
     "RecursionError": "{% macro f(n) %}{{ f(n) }}{% endmacro %}{% if messages[1] %}{{ f(1) }}{% endif %}",
+    "TemplateSyntaxError": "{{ messages[0].content }",
 }
 
 
@@ -137,7 +138,7 @@ def test_a_conversation_that_the_chat_template_refuses_is_named(tmp_path: Path, 
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(DataError, match="the chat template refuses a prompt") as caught:
         look(tmp_path, template=REFUSING[name])
-    assert str(caught.value.where).endswith("a.jsonl:2")
+    assert str(caught.value.where).endswith("a.jsonl:1" if name == "TemplateSyntaxError" else "a.jsonl:2")
     assert ("no system role" if name == "raise_exception" else name) in str(caught.value.found)
 
 

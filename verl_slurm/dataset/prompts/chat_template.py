@@ -129,7 +129,16 @@ def renderer(template: str) -> Callable[[Sequence[Any]], str] | None:
         tree = environment.parse(template)
         compiled = environment.from_string(tree)
         names = meta.find_undeclared_variables(tree)
-    except (TemplateSyntaxError, *UNREADABLE):
+    except TemplateSyntaxError as error:
+        broken = error
+        if "unknown tag" in str(error):  # of a newer transformers
+            return None
+
+        def refuse(_: object) -> str:
+            raise broken
+
+        return refuse  # with the first conversation: prompts that are text do without
+    except UNREADABLE:
         return None
     # They are empty: only whether the template takes a conversation is asked.
     tokens = {name: "" for name in names if name.endswith("_token")}
