@@ -1,5 +1,6 @@
 """What a run would start or load is looked at before it is queued, without running it; what cannot be seen is said."""
 
+import subprocess
 from pathlib import Path
 
 import msgspec
@@ -181,6 +182,8 @@ def test_a_reward_that_imports_a_missing_package_is_refused(here: Path, inside: 
     with pytest.raises(ConfigError, match=r"set code\.tree=\S+: helper lies beside reward\.py"):
         check_reward(reward, run_config())
     assert check_reward(reward, msgspec.structs.replace(run_config(), code=CodeConfig(tree=str(here)))) == []
+    subprocess.run(["git", "init", "-q", str(here)], check=True)
+    assert check_reward(reward, run_config()) == [], "of a work tree all is copied"
 
 
 @pytest.mark.parametrize(

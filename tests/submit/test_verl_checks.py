@@ -373,7 +373,10 @@ TURNS = "actor_rollout_ref.rollout.multi_turn"
         (["trainer.logger=wandb"], "verl.trainer.logger=wandb (found no wandb"),
         (["trainer.logger=tensorbord"], "verl has no such logger: verl.trainer.logger (found tensorbord"),
         (["actor_rollout_ref.actor.strategy=torchtitan"], "strategy=torchtitan (found no torchtitan"),
-        (["actor_rollout_ref.actor.strategy=fsdp"], "attn_implementation=sdpa after"),
+        (
+            ["actor_rollout_ref.actor.strategy=fsdp"],
+            "or add ++actor_rollout_ref.model.override_config.attn_implementation=sdpa after",
+        ),
     ],
 )
 def test_a_file_a_function_a_module_or_an_engine_that_is_not_there_is_refused(

@@ -33,7 +33,7 @@ def test_verl_takes_the_first_configuration_and_what_it_refuses_is_refused(
     assert main(dry_run) == ExitCode.CONFIG
     said = capsys.readouterr().err
     assert "found no flash_attn" in said
-    words = ["+actor_rollout_ref.model.override_config.attn_implementation=sdpa"]
+    words = ["++actor_rollout_ref.model.override_config.attn_implementation=sdpa"]
     assert words[0] in said
     assert main([*dry_run, *words]) == ExitCode.OK
     assert "not looked at: verl's own judgement" not in capsys.readouterr().err

@@ -107,12 +107,7 @@ ENGINES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt_llm"}
 _SAME = ("wandb", "swanlab", "mlflow", "tensorboard", "clearml", "trackio", "rl_insight")
 LOGGERS = {name: name for name in _SAME} | {"vemlp_wandb": "volcengine_ml_platform", "tracking": "wandb"}
 """Values of `trainer.logger` and the package that each needs (verl/utils/tracking.py of 0.9)."""
-_STRATEGIES = {
-    "megatron": "megatron",
-    "veomni": "veomni",
-    "torchtitan": "torchtitan",
-    "automodel": "nemo_automodel",
-}
+_STRATEGIES = {name: name for name in ("megatron", "veomni", "torchtitan")} | {"automodel": "nemo_automodel"}
 _REWARD_MODELS = ("reward.reward_model", "reward_model")
 # Keys that may name a file, and the key beside it that names what is taken from it. Former names, too.
 _CODE: dict[str, str] = {

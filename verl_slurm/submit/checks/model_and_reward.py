@@ -21,6 +21,7 @@ from verl_slurm.config.reward_spec import FORMS, check_function, nearest_form, p
 from verl_slurm.config.roles import data_root
 from verl_slurm.config.schema import BUILTIN, RunConfig
 from verl_slurm.program.git import work_tree
+from verl_slurm.program.listing import holds_other_things
 from verl_slurm.submit.checks.model_files import BUILTIN_MODELS, check_model, weights_of
 from verl_slurm.submit.checks.user_programs import check_program, check_source, ranks_search, why_unseen
 from verl_slurm.submit.relative_paths import with_values
@@ -76,8 +77,7 @@ def check_names(config: RunConfig) -> None:
 def _require_room(place: Path) -> None:
     there = next(folder for folder in place.parents if folder.exists())
     about = os.statvfs(there)
-    # Root may write everywhere but here.
-    closed = bool(about.f_flag & os.ST_RDONLY) or not os.access(there, os.W_OK)
+    closed = not os.access(there, os.W_OK)  # also for root, where the file system is read-only
     free = about.f_bavail * about.f_frsize
     if closed or free < _BUILT_BYTES:
         raise DataError(
@@ -213,8 +213,9 @@ def check_reward(text: str, config: RunConfig | None = None) -> list[str]:
     whole = file.name == "__init__.py"
     package = "" if spec.is_file else spec.name if whole else spec.name.rpartition(".")[0]
     # A file's neighbours are found beside its copy; without a tree it is copied alone.
-    alone = config.code.tree == "auto" and work_tree(file.parent).top is None
-    beside = [str(file.parent)] if spec.is_file and not alone else []
+    top = work_tree(file.parent).top if spec.is_file and config.code.tree == "auto" else None
+    whole_tree = config.code.tree != "auto" or (top is not None and not holds_other_things(top))
+    beside = [str(file.parent)] if spec.is_file and whole_tree else []
     return notes + told(check_source(config, "model.reward", file, spec.function, package, beside))[1]
 
 

@@ -362,7 +362,7 @@ def _check_attention(config: RunConfig, settings: Mapping[str, Any]) -> list[Fin
     except ConfigError as error:
         with suppress(ConfigError):
             return check_modules(config, ["kernels"], f"verl.{key}=flash_attention_2")
-        error.remedy = f"pip install flash-attn, or add +{key}=sdpa after `--`"
+        error.remedy = f"pip install flash-attn, or add ++{key}=sdpa after `--`"
         raise
 
 
