@@ -11,11 +11,20 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.builders import run_config, write_config, write_manifest
+from tests.builders import run_config, write_config
+from tests.checkpoint.conftest import FILES, manifest_of, owns_it, stage
 from tests.journals import append_event
-from verl_slurm.base.errors import ConfigError, DataError, KeyRefused, PermissionRefused, SlurmRefused
+from verl_slurm.base.errors import (
+    CheckpointCorrupt,
+    ConfigError,
+    DataError,
+    KeyRefused,
+    PermissionRefused,
+    SlurmRefused,
+)
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.store.commit import commit
 from verl_slurm.checks import told
 from verl_slurm.checks.bad_nodes import remember
 from verl_slurm.cli.setup.init import find_offers
@@ -37,9 +46,12 @@ from verl_slurm.submit.checks.slurm_answers import (
 )
 
 
-def _checkpoint(directory: Path, *, critic: bool) -> None:
-    directory.mkdir(mode=0o700)
-    write_manifest(directory, world_size=2, **({} if critic else {"trained": ("actor",)}))
+def _checkpoint(run: RunPaths, step: int = 1, *, critic: bool = True) -> Path:
+    staging = stage(
+        run, step, 0, {name: data for name, data in FILES.items() if critic or "critic" not in name}
+    )
+    trained = {} if critic else {"trained": ("actor",)}
+    return commit(staging, manifest_of(staging, **trained), attempt_check=owns_it)
 
 
 def _config(place: Path, algorithm: str) -> RunConfig:
@@ -48,9 +60,8 @@ def _config(place: Path, algorithm: str) -> RunConfig:
 
 
 def test_a_run_starts_from_no_checkpoint_of_the_other_algorithm(tmp_path: Path) -> None:
-    ppo, grpo = tmp_path / "ppo", tmp_path / "grpo"
-    _checkpoint(ppo, critic=True)
-    _checkpoint(grpo, critic=False)
+    ppo = _checkpoint(RunPaths(private_dir(tmp_path / "ppo")))
+    grpo = _checkpoint(RunPaths(private_dir(tmp_path / "grpo")), critic=False)
     check_resume_from(_config(ppo, "ppo"))
     check_resume_from(_config(grpo, "grpo"))
     with pytest.raises(ConfigError) as caught:
@@ -65,9 +76,29 @@ def test_a_run_starts_from_no_checkpoint_of_the_other_algorithm(tmp_path: Path) 
     ppo.chmod(0o777)
     with pytest.raises(PermissionRefused, match="others could have written it: .*mode 0777.*chmod -R go-w"):
         check_resume_from(_config(ppo, "ppo"))
-    # One that cannot be read is left to the lead, which verifies it.
-    (grpo / "manifest.json").write_bytes(b"?")
-    check_resume_from(_config(grpo, "ppo"))
+    ppo.chmod(0o700)
+    (ppo / "config.yaml").chmod(0o666)
+    with pytest.raises(PermissionRefused, match="others could have written it: .*config.yaml"):
+        check_resume_from(_config(ppo, "ppo"))
+
+
+def test_each_byte_of_a_checkpoint_to_resume_from_is_read_before_anything_is_queued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = _checkpoint(RunPaths(private_dir(tmp_path / "run")))
+    assert told(check_resume_from(_config(place, "ppo"))) == (
+        ["the checkpoint to resume from: every byte"],
+        [],
+    )
+    (place / "critic/__0_0.distcp").write_bytes(b"critic weightz" * 100)
+    with pytest.raises(CheckpointCorrupt, match="critic/__0_0.distcp"):
+        check_resume_from(_config(place, "ppo"))
+    monkeypatch.setattr(check_list, "MOST_READ", 10)
+    said = told(check_resume_from(_config(place, "ppo")))
+    assert said == (["the checkpoint to resume from: its manifest; the start reads every byte"], [])
+    (place / "manifest.json").write_bytes(b"?")
+    with pytest.raises(CheckpointCorrupt, match="manifest.json"):
+        check_resume_from(_config(place, "ppo"))
 
 
 @pytest.mark.parametrize("keeps", [{}, {"keep_every": 10}])
@@ -77,8 +108,7 @@ def test_a_checkpoint_that_its_living_run_will_remove_is_named_with_the_way_on(
 ) -> None:
     source = RunPaths(private_dir(tmp_path / "a"))
     write_config(source, keep_last=3, **keeps)
-    place = private_dir(source.checkpoints) / "step_000010"
-    _checkpoint(place, critic=True)
+    place = _checkpoint(source, 10)
     with subprocess.Popen(
         [sys.executable, "-c", "input()", str(source.logs)], stdin=subprocess.PIPE, text=True
     ) as controller:

@@ -6,6 +6,7 @@ Local questions come before Slurm's: without slurmctld a command of Slurm takes 
 import os
 import stat
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -20,9 +21,9 @@ from verl_slurm.checkpoint.format.components import require_same_models
 from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.lost import former_checkpoint, require_run_id
-from verl_slurm.checkpoint.store.recover import untrusted
+from verl_slurm.checkpoint.store.recover import choose_resume, untrusted
 from verl_slurm.checkpoint.store.run_config import trained_with
-from verl_slurm.checkpoint.store.verify import read_manifest, why_untrusted
+from verl_slurm.checkpoint.store.verify import read_manifest, verify, why_untrusted
 from verl_slurm.checkpoint.tiers.survey import namesakes
 from verl_slurm.checks import ANYTHING, Check, Finding, When, good, skipped, warn
 from verl_slurm.checks.bad_nodes import folder, recall
@@ -47,6 +48,7 @@ from verl_slurm.submit.checks.model_and_reward import built_before, check_guest,
 from verl_slurm.submit.checks.prompt_data import check_data, check_sides
 from verl_slurm.submit.checks.ranks_environment import check_rank_environment
 from verl_slurm.submit.checks.resume_point import (
+    MOST_READ,
     check_frozen_inputs,
     check_records,
     find_resume,
@@ -270,14 +272,15 @@ def check_resume_from(config: RunConfig) -> list[Finding]:
         ConfigError: it belongs to a run that trains other models.
         DataError: it is an adapter.
         PermissionRefused: another user could have written it.
+        CheckpointCorrupt, KeyRefused, SchemaMismatch: of at most `MOST_READ` bytes, it does not verify.
     """
     wanted = config.checkpoint.resume_from
     if wanted is None or wanted == "auto":
         return []
     named = CHECKPOINT_NAME.fullmatch(wanted)
     # A name means a checkpoint of this run; anything else is a path, of whichever run.
-    # The lead verifies its bytes.
-    path = RunPaths(config.run_dir).checkpoints / wanted if named else Path(wanted)
+    paths = RunPaths(config.run_dir)
+    path = paths.checkpoints / wanted if named else Path(wanted)
     if not path.is_dir():
         raise NotFound(
             "no such checkpoint to resume from",
@@ -286,7 +289,7 @@ def check_resume_from(config: RunConfig) -> list[Finding]:
             remedy="set checkpoint.resume_from; `verl-slurm list RUN` lists a run's",
         )
     model_files.refuse_adapter("checkpoint.resume_from", path)
-    # An unreadable manifest is left to the lead, which reports what is wrong with it.
+    notes, read = [] if named else [source_may_go(path)], "every byte"
     try:
         manifest = read_manifest(path)
     except FileNotFoundError:
@@ -300,14 +303,18 @@ def check_resume_from(config: RunConfig) -> list[Finding]:
             if committed
             else "`verl-slurm list RUN` lists those of a run",
         ) from None
-    except (CheckpointCorrupt, SchemaMismatch, OSError):
-        pass
-    else:
+    except (CheckpointCorrupt, SchemaMismatch):  # what is wrong with it is said below
+        manifest = None
+    if manifest is not None:
         require_same_models(manifest, config, path)
         if why := why_untrusted(path.stat()):
             raise untrusted(path, why)
-    notes = [] if named else [source_may_go(path)]
-    return [good("the checkpoint to resume from"), *map(warn, filter(None, notes))]
+    if manifest is not None and manifest.num_bytes > MOST_READ:
+        read = "its manifest; the start reads every byte"
+    else:
+        verifier = partial(verify, keys=load_keys(config.checkpoint.encryption))
+        notes.append(choose_resume(paths, wanted, move_damaged=False, verifier=verifier).strays)
+    return [good(f"the checkpoint to resume from: {read}"), *map(warn, filter(None, notes))]
 
 
 def check_container(config: RunConfig, cluster: Cluster) -> tuple[RunConfig, list[Finding]]:

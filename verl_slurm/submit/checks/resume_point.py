@@ -50,7 +50,7 @@ from verl_slurm.runs.liveness import refuse_living
 from verl_slurm.wire.reward_plan import read_reward_plan
 
 # Bytes of checkpoints that `submit` reads: seconds. The lead reads each byte in any case.
-_MOST_READ = 1 << 30
+MOST_READ = 1 << 30
 _FORMER = "the journal never told of it, so the run directory was put back to a former copy of itself"
 
 
@@ -171,7 +171,7 @@ def _changed(paths: RunPaths, place: DataPlace, digest: str) -> str | None:
             if entry.kind == "file" and sizes.get(path) != entry.size:
                 return f"{tree / path} has {sizes.get(path, 'no')} bytes, not {entry.size}"
         pattern = place.pattern if isinstance(place, GlobPlace) else None
-        if sum(sizes[name] for name in data_names(sizes, pattern)) <= _MOST_READ:
+        if sum(sizes[name] for name in data_names(sizes, pattern)) <= MOST_READ:
             now = fingerprint(place).digest
             return "" if now == (record.digest if record else digest) else f"{tree} has the digest {now}"
     except (OSError, DataError) as error:
@@ -239,7 +239,7 @@ def find_resume(
     wanted = config.checkpoint.resume_from
     if wanted != "auto":
         return ResumeFound(wanted and Path(wanted).name, note=_given_up(paths, wanted, committed))
-    keys, left = load_keys(config.checkpoint.encryption), _MOST_READ
+    keys, left = load_keys(config.checkpoint.encryption), MOST_READ
     sizes = {info.name: info.num_bytes for info in committed}
 
     def read(path: Path) -> Verdict:
