@@ -19,6 +19,7 @@ from tests.harness import ROOT
 from tests.hostile.measured import measured
 from tests.lanes import with_variants
 from tests.processes import captured, python_path
+from tests.submit.test_preflight import POINTER
 from verl_slurm.base.errors import DataError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.cli.__main__ import main
@@ -157,6 +158,16 @@ def test_conversations_and_nested_answers_as_verl_writes_them_are_read(
     code, said = submit("data.answer_key=reward_model.ground_truth", "data.chat_template=gone.jinja")
     assert code == ExitCode.DATA
     assert "no such chat template" in said
+    for name, value in {
+        "p.jinja": "data.chat_template=p.jinja",
+        "p.py": "model.reward=python:p.py:score",
+    }.items():
+        (tmp_path / name).write_text(POINTER)
+        code, said = submit("data.answer_key=reward_model.ground_truth", chat, value)
+        assert (code, f"pointer of Git LFS, without its content: {tmp_path / name}" in said) == (
+            ExitCode.DATA,
+            True,
+        )
 
 
 @pytest.mark.scenario("USE08")

@@ -22,7 +22,7 @@ from verl_slurm.config.roles import data_root
 from verl_slurm.config.schema import BUILTIN, RunConfig
 from verl_slurm.program.git import work_tree
 from verl_slurm.program.listing import holds_other_things
-from verl_slurm.submit.checks.model_files import BUILTIN_MODELS, check_model, weights_of
+from verl_slurm.submit.checks.model_files import BUILTIN_MODELS, check_model, refuse_pointers, weights_of
 from verl_slurm.submit.checks.user_programs import check_program, check_source, ranks_search, why_unseen
 from verl_slurm.submit.relative_paths import with_values
 
@@ -204,6 +204,7 @@ def check_reward(text: str, config: RunConfig | None = None) -> list[str]:
             if not unseen:
                 raise
             return [f"not looked at: model.reward {spec}: {unseen}"]
+    refuse_pointers([file])
     reads_answers = check_function(spec, file)
     if config is None:
         return []

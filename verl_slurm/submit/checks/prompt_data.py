@@ -250,6 +250,7 @@ def _wanted(config: RunConfig, key: str) -> PromptsRequest:
         there = model is not None and has_template(model)
         template = model_template(model) if there and model is not None else None
     else:
+        refuse_pointers([Path(data.chat_template)])
         template = read_template(Path(data.chat_template))
         there = bool(template)
     tokenizer = model / "tokenizer.json" if model is not None else None
