@@ -39,6 +39,8 @@ from lightning.pytorch.cli import SaveConfigCallback  # noqa: E402
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 from lightning.pytorch.plugins.environments import SLURMEnvironment  # noqa: E402
 
+from verl_slurm.base.run_id import note_adopted  # noqa: E402
+from verl_slurm.checkpoint.store.verify import read_manifest  # noqa: E402
 from verl_slurm.loops.lightning import ResumableDataLoader, VerlSlurmCheckpoint  # noqa: E402
 from verl_slurm.loops.session import Session  # noqa: E402
 from verl_slurm.wire.client import NoDaemon  # noqa: E402
@@ -454,8 +456,10 @@ class BestIsFirst(lightning.pytorch.callbacks.Callback):  # type: ignore[misc,na
         pl_module.log("score", 1.0 if trainer.current_epoch == 0 else 0.1)
 
 
-def _with_logger(run: Run, daemon: Daemon, **settings: Any) -> tuple[Any, Any, Life]:
-    best = ModelCheckpoint(monitor="score", mode="max", filename="best-{epoch}")
+def _with_logger(
+    run: Run, daemon: Daemon, best: dict[str, Any] | None = None, **settings: Any
+) -> tuple[Any, Any, Life]:
+    best = ModelCheckpoint(monitor="score", mode="max", filename="best-{epoch}", **(best or {}))
     logger = CSVLogger(run.paths.root / "csv", flush_logs_every_n_steps=1)
     words = {"validates": 20, "log_every_n_steps": 1, "logger": logger} | settings
     # LightningCLI adds it; by itself it refuses a directory that has the file already.
@@ -503,6 +507,24 @@ def test_a_best_checkpoint_that_is_forgotten_is_said(tmp_path: Path) -> None:
     [said] = [notice for notice in daemon.heard(RankNotice) if "forgotten" in notice.text]
     assert said.loud
     assert "another" in said.text
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_run_that_goes_on_from_anothers_checkpoint_leaves_that_runs_logs_and_best_files(
+    tmp_path: Path, shared: bool
+) -> None:
+    run, daemon = Run(tmp_path / "run"), Daemon()
+    where = {"dirpath": tmp_path / "best"} if shared else {}
+    first, logger, life = _with_logger(run, Daemon({10: stop()}), best=where)
+    rows = (Path(logger.log_dir) / "metrics.csv").read_bytes()
+    note_adopted(run.paths, read_manifest(run.checkpoints()[-1]).digest)
+    _, again, _ = _with_logger(run, daemon, best=where)
+    assert life.stopped
+    assert again.log_dir != logger.log_dir
+    assert (Path(logger.log_dir) / "metrics.csv").read_bytes() == rows
+    assert Path(first.best_model_path).is_file()
+    said = [notice.text for notice in daemon.heard(RankNotice) if "ModelCheckpoint" in notice.text]
+    assert [str(tmp_path / "best") in text for text in said] == [True] * shared, said
 
 
 class Falling(Net):

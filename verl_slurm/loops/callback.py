@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn, Self, TypeVar
 
 from verl_slurm.base.errors import ConfigError, VerlSlurmError
+from verl_slurm.base.run_id import is_adopted
 from verl_slurm.checkpoint.format.specification import guest_directory
 from verl_slurm.checkpoint.store.loop_checkpoint import require_guest
 from verl_slurm.loops.session import Session
@@ -28,13 +29,14 @@ class Served:
 
     Attributes:
         resume: the framework's argument to resume from; None: from the start.
+        is_adopted: the checkpoint is another run's, which `checkpoint.resume_from` named.
     """
 
     def __init__(self, session: Session | None = None) -> None:
         self.session = Session.open() if session is None else session
         self._saver: StepEndSaver | None = None
         self._metrics: dict[str, float] = {}
-        self._held = self._closed = False
+        self._held = self._closed = self.is_adopted = False
         self._finished_at: int | None = None
         try:
             self.resume = self._resume()
@@ -76,6 +78,7 @@ class Served:
         manifest = require_guest(
             resume, "loop", world_size=self.session.world_size, needed=needed, whose=whose
         )
+        self.is_adopted = is_adopted(self.session.paths, manifest.digest)
         return resume / guest_directory("loop", manifest.step)
 
     def _begin(self, step: int, total: int, metadata: Mapping[str, object]) -> StepEndSaver:

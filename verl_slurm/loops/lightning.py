@@ -220,7 +220,8 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
                 if isinstance(callback, cli.SaveConfigCallback):
                     # A later start goes on in the same directory, where the file of the first one lies.
                     callback.overwrite = True
-            if self._place is not None:
+            # Not in the directories of another run: what lies there is that run's.
+            if self._place is not None and not self.is_adopted:
                 _go_on_logging(trainer, self._place, is_first=self.session.rank == 0)
                 self._leave_out_finders(trainer)
             own = options.get("ckpt_path")
@@ -395,7 +396,16 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
                 "an epoch in the data set or its sampler",
                 loud=True,
             )
-        if (now := _directories(trainer)) != place.directories:
+        now = _directories(trainer)
+        if self.is_adopted:
+            if shared := {*now} & {*place.directories} - {""}:
+                self.session.notice(
+                    f"ModelCheckpoint has the directory of the run that it goes on from ({', '.join(shared)}): it "
+                    "removes that run's best files as this run gets better ones. Give it a dirpath of its own",
+                    loud=True,
+                )
+            return
+        if now != place.directories:
             self.session.notice(
                 f"ModelCheckpoint has another directory than before the interruption ({', '.join(now) or 'none'}, not "
                 f"{', '.join(place.directories) or 'none'}): it has forgotten its best checkpoint and score. Give it "
