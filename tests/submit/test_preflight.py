@@ -28,7 +28,7 @@ from verl_slurm.checkpoint.store.commit import commit
 from verl_slurm.checks import told
 from verl_slurm.checks.bad_nodes import remember
 from verl_slurm.cli.setup.init import find_offers
-from verl_slurm.config.load import parse_config
+from verl_slurm.config.load import dump, parse_config
 from verl_slurm.config.schema import DistributedConfig, RunConfig, ServiceConfig
 from verl_slurm.plan.plan_facts import from_slurm
 from verl_slurm.slurm.batch import obeyed_variables, unwanted_environment
@@ -46,10 +46,11 @@ from verl_slurm.submit.checks.slurm_answers import (
 )
 
 
-def _checkpoint(run: RunPaths, step: int = 1, *, critic: bool = True) -> Path:
-    staging = stage(
-        run, step, 0, {name: data for name, data in FILES.items() if critic or "critic" not in name}
-    )
+def _checkpoint(run: RunPaths, step: int = 1, *, critic: bool = True, config: bytes | None = None) -> Path:
+    files = {name: data for name, data in FILES.items() if critic or "critic" not in name}
+    algorithm = "ppo" if critic else "grpo"
+    own = f"train: {{algorithm: {algorithm}}}\nrollout: {{samples_per_prompt: 4}}\n".encode()
+    staging = stage(run, step, 0, files | {"config.yaml": config or own})
     trained = {} if critic else {"trained": ("actor",)}
     return commit(staging, manifest_of(staging, **trained), attempt_check=owns_it)
 
@@ -80,6 +81,25 @@ def test_a_run_starts_from_no_checkpoint_of_the_other_algorithm(tmp_path: Path) 
     (ppo / "config.yaml").chmod(0o666)
     with pytest.raises(PermissionRefused, match="others could have written it: .*config.yaml"):
         check_resume_from(_config(ppo, "ppo"))
+
+
+def test_a_branch_of_a_run_is_told_with_each_key_that_differs(tmp_path: Path) -> None:
+    former = parse_config(b"", "my.yaml", ["rollout.samples_per_prompt=4"])
+    run = RunPaths(private_dir(tmp_path / "run"))
+    place = _checkpoint(run, config=dump(former))
+    words = [
+        "train.actor_lr=0.5",
+        "name=b",
+        "rollout.samples_per_prompt=4",
+        f"checkpoint.resume_from={place}",
+    ]
+    _, [said] = told(check_resume_from(parse_config(b"", "my.yaml", words)))
+    assert (
+        said
+        == f"from step_000001 on with other keys than before: train.actor_lr: {former.train.actor_lr} -> 0.5"
+    )
+    with pytest.raises(ConfigError, match="found train.batch_size_per_device=32.*model.path=DIR"):
+        check_resume_from(parse_config(b"", "my.yaml", [*words, "train.batch_size_per_device=32"]))
 
 
 def test_each_byte_of_a_checkpoint_to_resume_from_is_read_before_anything_is_queued(

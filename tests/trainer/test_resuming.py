@@ -24,10 +24,12 @@ from verl_slurm.base.errors import (
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.run_id import note_adopted
 from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, Topology
 from verl_slurm.checkpoint.format.state_schema import current_schema, render_schema, schema_of
 from verl_slurm.checkpoint.store.chunks import entry_of
 from verl_slurm.checkpoint.store.frozen import store_frozen
+from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import DistributedConfig, EncryptionConfig, TrainConfig
 from verl_slurm.dataset.fingerprint.data_record import data_place, fingerprint
@@ -86,6 +88,17 @@ def test_a_changed_reference_model_is_refused(tmp_path: Path) -> None:
         check_manifest(
             tmp_path / "step_000001", CONFIG, {"reference": "a" * 64, "teacher": "c" * 64}, RunPaths(tmp_path)
         )
+
+
+def test_a_branch_has_models_of_its_own_and_the_steps_of_the_checkpoint(tmp_path: Path) -> None:
+    paths = RunPaths(private_dir(tmp_path / "run"))
+    _manifest(private_dir(paths.checkpoints) / "step_000001", config=dump(CONFIG))
+    private_dir(paths.control)
+    note_adopted(paths, read_manifest(paths.checkpoints / "step_000001").digest)
+    check_manifest(paths.checkpoints / "step_000001", CONFIG, {"reference": "b" * 64}, paths)
+    other = run_config(ranks=2, samples_per_prompt=2)
+    with pytest.raises(ConfigError, match="a step would be another one than the checkpoint's.*export CKPT"):
+        check_manifest(paths.checkpoints / "step_000001", other, {"reference": "b" * 64}, paths)
 
 
 def test_a_file_of_the_model_that_is_away_is_named_and_waited_for(tmp_path: Path) -> None:
@@ -324,11 +337,13 @@ def test_a_run_that_was_made_longer_goes_on_whatever_its_rates_would_have_been(
     monkeypatch.setattr(resuming, "_my_runtime_state", lambda *_: SimpleNamespace(step=15))
     monkeypatch.setattr(resuming, "restore_state", lambda *_, where: where)
 
-    def load(**changes: object) -> object:
+    def load(*, adopted: bool = False, **changes: object) -> object:
         now = msgspec.structs.replace(before, train=msgspec.structs.replace(before.train, **changes))
         none: Any = None
-        return resuming.load_state(Path("ckpt"), now, StepShape.of(now), {}, none, none)
+        return resuming.load_state(Path("ckpt"), now, StepShape.of(now), {}, none, none, adopted=adopted)
 
     assert load() == load(steps=30) == Path("ckpt")
     with pytest.raises(ConfigError, match="learning rates are not those"):
         load(steps=30, actor_lr=0.25)
+    # Another run's: a branch with a rate of its own.
+    assert load(steps=30, actor_lr=0.25, adopted=True) == Path("ckpt")

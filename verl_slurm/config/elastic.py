@@ -14,6 +14,13 @@ _KEPT = (
     ("rollout", "samples_per_prompt"),
     ("train", "ppo_epochs"),
 )
+OF_A_STEP = frozenset(
+    ("train.algorithm", *(f"train.{key}" for key in _SCALED), *(f"{section}.{key}" for section, key in _KEPT))
+)
+"""Keys with which a checkpoint cannot be gone on from, not even in a new run."""
+FROM_WEIGHTS = (
+    "start a new run from the weights alone: verl-slurm export CKPT --to hf --out DIR, then model.path=DIR"
+)
 
 
 def keep_step(old: RunConfig, new: RunConfig) -> RunConfig:
@@ -59,11 +66,15 @@ def require_same_step(old: RunConfig, new: RunConfig, *, where: object) -> None:
         )
     if wrong:
         raise ConfigError(
-            f"the run has {counted(former, 'rank')} so far, and with {now} a step would be another one",
+            "with these sizes a step would be another one than the checkpoint's"
+            if former == now
+            else f"the run has {counted(former, 'rank')} so far, and with {now} a step would be another one",
             where=where,
             found=", ".join(f"{key}={given}" for key, given, _ in wrong),
             expected=", ".join(f"{key}={value}" for key, _, value in wrong),
-            remedy="choose a number of ranks that divides the batch into whole micro-batches",
+            remedy=f"take them back, or {FROM_WEIGHTS}"
+            if former == now
+            else "choose a number of ranks that divides the batch into whole micro-batches",
         )
 
 

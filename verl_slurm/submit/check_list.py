@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, NotFound, SchemaMismatch
-from verl_slurm.base.keys import load_keys
+from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, DataError, NotFound, SchemaMismatch
+from verl_slurm.base.keys import Keyring, load_keys
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.packages import require_packages
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
@@ -21,6 +21,7 @@ from verl_slurm.checkpoint.format.components import require_same_models
 from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.lost import former_checkpoint, require_run_id
+from verl_slurm.checkpoint.store.reader import CheckpointReader
 from verl_slurm.checkpoint.store.recover import choose_resume, untrusted
 from verl_slurm.checkpoint.store.run_config import trained_with
 from verl_slurm.checkpoint.store.verify import read_manifest, verify, why_untrusted
@@ -29,10 +30,10 @@ from verl_slurm.checks import ANYTHING, Check, Finding, When, good, skipped, war
 from verl_slurm.checks.bad_nodes import folder, recall
 from verl_slurm.checks.cluster_rules import SaveTime, judge_cluster, judge_deadlines
 from verl_slurm.checks.storage_probe import PlaceReport, judge_place, probe_place
-from verl_slurm.config.changes import refuse_changes
+from verl_slurm.config.changes import LAYOUT_KEYS, may_change, refuse_changes
 from verl_slurm.config.checks.rollout import check_engine, require_engine
-from verl_slurm.config.elastic import keep_step
-from verl_slurm.config.load import load_resolved
+from verl_slurm.config.elastic import keep_step, require_same_step
+from verl_slurm.config.load import differences, load_resolved, parse_config
 from verl_slurm.config.schema import BUILTIN, RunConfig
 from verl_slurm.containers.image import pin_image
 from verl_slurm.containers.runtimes import agents_inside, mounts
@@ -264,6 +265,18 @@ def _program(draft: Draft) -> list[Finding]:
     return found
 
 
+def _other_keys(config: RunConfig, checkpoint: Path, keys: Keyring | None) -> str:
+    """Returns what a run computes otherwise than the run whose checkpoint it goes on from; ConfigError: it cannot."""
+    former = parse_config(CheckpointReader(checkpoint, keys).read("config.yaml"), f"{checkpoint}/config.yaml")
+    require_same_step(former, config, where=checkpoint)
+    changed = [
+        f"{key}: {before!r} -> {after!r}"
+        for key, before, after in differences(former, config)
+        if not (may_change(key) or key in LAYOUT_KEYS or key in ("name", "run_dir", "distributed.device"))
+    ]
+    return f"from {checkpoint.name} on with other keys than before: {'; '.join(changed)}" if changed else ""
+
+
 def check_resume_from(config: RunConfig) -> list[Finding]:
     """Checks the target of `checkpoint.resume_from`: its place, and its algorithm.
 
@@ -312,8 +325,11 @@ def check_resume_from(config: RunConfig) -> list[Finding]:
     if manifest is not None and manifest.num_bytes > MOST_READ:
         read = "its manifest; the start reads every byte"
     else:
-        verifier = partial(verify, keys=load_keys(config.checkpoint.encryption))
+        keys = load_keys(config.checkpoint.encryption)
+        verifier = partial(verify, keys=keys)
         notes.append(choose_resume(paths, wanted, move_damaged=False, verifier=verifier).strays)
+        if not named and not config.trainer.is_guest:
+            notes.append(_other_keys(config, path, keys))
     return [good(f"the checkpoint to resume from: {read}"), *map(warn, filter(None, notes))]
 
 
@@ -525,8 +541,15 @@ def _code(draft: Draft) -> list[Finding]:
 def _frozen_inputs(draft: Draft) -> list[Finding]:
     wanted = draft.config.checkpoint.resume_from
     resumed = draft.plan.resumes_from if wanted == "auto" else wanted
-    # With `--code new` a changed reward is a new copy, which the ranks refuse.
-    return [*map(warn, check_frozen_inputs(draft.runs, draft.paths, resumed))] if resumed else []
+    if not resumed:
+        return []
+    try:
+        # With `--code new` a changed reward is a new copy, which the ranks refuse.
+        return [*map(warn, check_frozen_inputs(draft.runs, draft.paths, resumed))]
+    except DataError as error:
+        if CHECKPOINT_NAME.fullmatch(resumed):
+            raise
+        return [warn(f"{error.what}: {error.found}")]  # of another run, from which this one branches
 
 
 def _verl(draft: Draft) -> list[Finding]:

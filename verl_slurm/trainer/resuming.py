@@ -14,6 +14,7 @@ import msgspec
 from verl_slurm.base.errors import UNREADABLE, CheckpointCorrupt, ConfigError, DataError
 from verl_slurm.base.keys import Keyring
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
+from verl_slurm.base.run_id import is_adopted
 from verl_slurm.checkpoint.format.components import require_full, require_same_models
 from verl_slurm.checkpoint.format.specification import Manifest
 from verl_slurm.checkpoint.format.state_schema import check_schema, current_schema, read_schema
@@ -96,6 +97,8 @@ def check_manifest(
     Args:
         frozen: digest of each model that does not train, as it is now; of the reward nothing is asked here.
 
+    An adopted checkpoint gives weights, moments, generators and the position; all else is this run's from there on.
+
     Raises:
         ConfigError: the checkpoint is of another algorithm, or of another shape and another step.
         DataError: a frozen model, or what is held out, has changed.
@@ -106,9 +109,12 @@ def check_manifest(
     # Each of these reads the manifest or one small file, and no tensor.
     require_full(manifest, directory)
     require_same_models(manifest, config, directory)
+    adopted = is_adopted(paths, manifest.digest)
     # Another number of ranks may take over in the midst of a step, as long as a step is the same prompts and updates.
-    if manifest.topology != topology_of(config):
+    if adopted or manifest.topology != topology_of(config):
         require_same_step(_saved_config(reader), config, where=directory)
+    if adopted:
+        return manifest
     # The reward may be replaced while a run goes on: `reward.reward_files` knows which one it must be.
     roles = sorted((manifest.frozen.keys() | frozen.keys()) - {"reward"})
     places = {
@@ -147,11 +153,13 @@ def load_state(
     keys: Keyring | None = None,
     *,
     near: Path | None = None,
+    adopted: bool = False,
 ) -> TrainState:
     """Fill `tensors` and return the rest of the state; the generators are put back. Collective.
 
     Args:
         near: this node's own part of it, if there is one (`read_tensors`).
+        adopted: it is another run's, and the learning rates are this run's from here on.
 
     Raises:
         CheckpointCorrupt: something in it does not fit this model or contradicts itself.
@@ -175,7 +183,7 @@ def load_state(
     as_long = msgspec.structs.replace(config.train, steps=former.train.steps)
     expected = schedule_record(as_long, saved.step)
     # Another schedule would train on silently with other rates.
-    if recorded != expected:
+    if recorded != expected and not adopted:
         raise ConfigError(
             "the learning rates are not those the checkpoint was trained with",
             where=directory,

@@ -20,7 +20,7 @@ from verl_slurm.base.fence import require_attempt
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.keys import Keyring, load_keys
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.base.run_id import run_id
+from verl_slurm.base.run_id import is_adopted, run_id
 from verl_slurm.checkpoint.format.specification import Manifest
 from verl_slurm.checkpoint.format.state_schema import SchemaVersion, current_schema
 from verl_slurm.checkpoint.store.frozen import FrozenCopies
@@ -115,6 +115,11 @@ class _Start:
     local: LocalPlace | None
     directory: Path | None
     manifest: Manifest | None
+
+    @property
+    def adopted(self) -> bool:
+        """Returns whether that checkpoint is another run's, which `checkpoint.resume_from` named."""
+        return self.manifest is not None and is_adopted(self.paths, self.manifest.digest)
 
     @property
     def resumed_from(self) -> str:
@@ -337,7 +342,8 @@ def _restore(start: _Start, parts: _Parts) -> _Restored:
     if directory:
         near = None if start.local is None else start.local.directory / directory.name
         tensors = live_tensors(parts.models, parts.optimizers)
-        state = load_state(directory, config, start.shape, tensors, parts.grid, ranks, keys, near=near)
+        given = config, start.shape, tensors, parts.grid, ranks, keys
+        state = load_state(directory, *given, near=near, adopted=start.adopted)
     # After the state: the number of replacements in the checkpoint says which reward is in force.
     plan, state.reward = start_reward(
         paths,
@@ -346,7 +352,7 @@ def _restore(start: _Start, parts: _Parts) -> _Restored:
         state.position,
         # The copy of the submission: the file outside may have been edited since.
         first=Moves.of(paths).config(config).model.reward,
-        recorded=start.manifest.frozen if start.manifest else None,
+        recorded=start.manifest.frozen if start.manifest and not start.adopted else None,
         keep=start.keep,
     )
     # Only now is it known which rewards this start uses. The other copies may be all that is left of a model.
