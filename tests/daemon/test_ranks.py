@@ -136,6 +136,37 @@ def test_a_rank_is_heard_before_its_program_begins(tmp_path: Path, role: str) ->
     assert not any(one.by_program for one in heard if isinstance(one, RankStarted))
 
 
+TERMINATES = """
+import multiprocessing, signal, subprocess, time
+
+if __name__ == "__main__":
+    pool = multiprocessing.Pool(2)
+    pool.map_async(time.sleep, [600, 600])
+    pool.terminate()
+    pool.join()
+    child = subprocess.Popen(["sleep", "600"])
+    child.terminate()
+    child.wait()
+    # One that catches it is asked, as ever.
+    catches = "trap 'exit 7' TERM; echo; while :; do sleep 0.1; done"
+    child = subprocess.Popen(["env", "--default-signal=TERM", "bash", "-c", catches], stdout=subprocess.PIPE)
+    child.stdout.readline()
+    child.terminate()
+    print(child.wait())
+"""
+
+
+@pytest.mark.parametrize("how", ["--ignore-signal=TERM", "--block-signal=TERM"])
+def test_terminate_of_a_ranks_child_ends_it_although_slurms_warnings_do_not(tmp_path: Path, how: str) -> None:
+    """A reward's pool, ended after its time, was waited for without end (a trial)."""
+    (tmp_path / "terminates.py").write_text(TERMINATES)
+    start = ["env", how, sys.executable, "-P", "-m", "verl_slurm.loops.rendezvous"]
+    done = subprocess.run(
+        [*start, tmp_path / "terminates.py"], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout == "7\n"
+
+
 LOADS = """
 import os, signal, subprocess, sys
 from torch.utils.data import DataLoader

@@ -186,6 +186,12 @@ def test_a_chat_template_that_a_processor_saved_is_used(tiny: Path, tmp_path: Pa
     assert has_template(model)
     (model / "chat_template.json").write_text("{}")
     assert not has_template(model)
+    # Several by name: transformers takes the default, and refuses where there is none.
+    for name in ("tool_use", "default"):
+        (model / "tokenizer_config.json").write_text(
+            json.dumps({"chat_template": [{"name": name, "template": "{{ 1 }}"}]})
+        )
+        assert has_template(model) is (name == "default")
 
 
 def test_the_end_token_ends_a_response_and_the_rest_is_padding(tiny: Path, data: PromptData) -> None:

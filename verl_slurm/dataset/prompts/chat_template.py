@@ -25,9 +25,8 @@ def read_template(path: Path) -> str:
 
 def has_template(model: Path) -> bool:
     """Returns whether the tokenizer of a model directory has a chat template of its own."""
-    if (model / "chat_template.jinja").is_file() or processor_template(model):
-        return True
-    return _in_configuration(model) not in (None, "", [])
+    here = (model / "chat_template.jinja").is_file() or _default(_in_configuration(model))
+    return bool(here or processor_template(model))
 
 
 def model_template(model: Path) -> str | None:
@@ -36,11 +35,16 @@ def model_template(model: Path) -> str | None:
         return read_regular(model / "chat_template.jinja", SMALL, follow=True).decode()
     except (OSError, *UNREADABLE):
         pass
-    template = _in_configuration(model)
-    if isinstance(template, list):  # several, by name
+    return _default(_in_configuration(model)) or processor_template(model)
+
+
+def _default(template: Any) -> str | None:
+    if isinstance(
+        template, list
+    ):  # several, by name; without tools and documents transformers takes this one alone
         named = [one for one in template if isinstance(one, dict) and one.get("name") == "default"]
         template = named[0].get("template") if named else None
-    return template if isinstance(template, str) and template else processor_template(model)
+    return template if isinstance(template, str) and template else None
 
 
 def same_template(one: str | None, other: str | None) -> bool:
@@ -80,7 +84,8 @@ def no_template(where: object) -> DataError:
     return DataError(
         "the prompts are conversations and the tokenizer has no chat template",
         where=where,
-        expected="chat_template in tokenizer_config.json, chat_template.jinja, or chat_template.json",
+        expected="chat_template in tokenizer_config.json (of several by name, `default`), chat_template.jinja, or "
+        "chat_template.json",
         remedy="set data.chat_template to a Jinja file, or model.path to a chat model",
     )
 

@@ -21,7 +21,13 @@ from typing import Any
 from weakref import WeakSet
 
 from verl_slurm.base.files import read_private
-from verl_slurm.loops.rendezvous.install import after_import, install_on_import, node_of, unknown_version
+from verl_slurm.loops.rendezvous.install import (
+    after_import,
+    install_on_import,
+    node_of,
+    reach_children,
+    unknown_version,
+)
 from verl_slurm.wire.environment import CONTROL_VARIABLE
 from verl_slurm.wire.store_line import RANKS_KEY_NAME, StoreLine
 
@@ -39,6 +45,7 @@ def install_everywhere() -> None:
         return
     _installed = True
     install_on_import()
+    reach_children()
     after_import("torch.distributed.distributed_c10d", lambda _: _replace_tcp_store(StoreLine(Path(control))))
     after_import("zmq.sugar.socket", lambda module: _guard_zmq(module, Path(control)))
 

@@ -20,7 +20,9 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import os
+import signal
 import struct
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -80,6 +82,36 @@ def install_on_import() -> None:
     """Does the same as soon as the program imports torch.distributed, without importing torch."""
     if os.environ.get(CONTROL_VARIABLE):
         after_import(_PLACE, lambda _: install())
+
+
+def reach_children() -> None:
+    """Has `terminate()` end each child of the program, although it inherits that SIGTERM is ignored or blocked.
+
+    Slurm warns every process of a step by that signal, so ranks and what is below them must outlive it.
+    """
+    _end_by_terminate(subprocess.Popen, "send_signal")
+    after_import("multiprocessing.popen_fork", lambda module: _end_by_terminate(module.Popen, "_send_signal"))
+
+
+def _end_by_terminate(owner: Any, name: str) -> None:
+    send = getattr(owner, name)
+
+    def sent(child: Any, number: int) -> None:
+        send(child, signal.SIGKILL if number == signal.SIGTERM and _outlives_term(child.pid) else number)
+
+    setattr(owner, name, sent)
+
+
+def _outlives_term(pid: int) -> bool:
+    masks = dict.fromkeys(("SigBlk", "SigIgn", "SigCgt"), 0)
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            field, _, value = line.partition(":")
+            if field in masks:
+                masks[field] = int(value, 16)
+    # One that catches it while it is blocked waits for it by itself, as the workers of torch's data loaders.
+    mask = masks["SigIgn"] | masks["SigBlk"] & ~masks["SigCgt"]
+    return bool(mask >> (signal.SIGTERM - 1) & 1)
 
 
 def after_import(name: str, then: Callable[[ModuleType], None]) -> None:

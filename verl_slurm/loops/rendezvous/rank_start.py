@@ -23,7 +23,7 @@ from types import ModuleType, TracebackType
 
 from verl_slurm.base.errors import WireError
 from verl_slurm.base.search_path import PYTHONPATH
-from verl_slurm.loops.rendezvous.install import after_import, install_on_import
+from verl_slurm.loops.rendezvous.install import after_import, install_on_import, reach_children
 from verl_slurm.wire.client import RankClient
 from verl_slurm.wire.environment import CONTROL_VARIABLE, RUN_VARIABLE, SEARCH_VARIABLE
 from verl_slurm.wire.lifeline import die_with_launcher
@@ -40,6 +40,7 @@ def start() -> None:
     # Before anything imports torch: its groups are checked from the first one on.
     install_on_import()
     after_import("torch.utils.data._utils.signal_handling", _keep_workers)
+    reach_children()
     if sys.argv[1] == "--imports":
         _stand_by(Path(sys.argv[2]))
     _tell_that_it_begins()
