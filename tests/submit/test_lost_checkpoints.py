@@ -143,7 +143,7 @@ def test_a_newest_checkpoint_that_is_gone_is_said_with_the_steps_done_again(
     run: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool
 ) -> None:
     if large:
-        monkeypatch.setattr(resume_point, "_MOST_READ", 1)
+        monkeypatch.setattr(resume_point, "MOST_READ", 1)
         found = plan(run)
         assert (found.resumes_from, found.resume_read) == ("step_000002", False), "not called good"
     shutil.rmtree(run.checkpoint(2))
@@ -264,6 +264,7 @@ def test_what_does_not_train_and_has_changed_is_refused_before_it_waits_in_the_q
     model.mkdir()
     weights = model / "model.safetensors"
     weights.write_bytes(b"1234")
+    (model / "config.json").write_text("{}")
     reward.write_text("def f(): pass\n")
     (tmp_path / "template").write_text("{{ messages }}")
     was = fingerprint(model)
@@ -285,10 +286,19 @@ def test_what_does_not_train_and_has_changed_is_refused_before_it_waits_in_the_q
         with pytest.raises(DataError, match=f"is not what the run was trained with: {role}:"):
             check()
         path.write_bytes(before)
-    # Too large to be read: the sizes of the record tell, and what they do not tell is said.
-    monkeypatch.setattr(resume_point, "_MOST_READ", 1)
+    # As `hf download` writes it anew.
+    for beside in ("README.md", ".gitattributes", ".cache/huggingface/download/config.json.metadata"):
+        (model / beside).parent.mkdir(parents=True, exist_ok=True)
+        (model / beside).write_text("new\n")
+    assert check() == []
     private_dir(paths.frozen)
     record_tree(paths.frozen, was)
+    (model / "generation_config.json").write_text("{}")
+    with pytest.raises(DataError, match="generation_config.json is another, or new"):
+        check()
+    (model / "generation_config.json").unlink()
+    # Too large to be read: the sizes of the record tell, and what they do not tell is said.
+    monkeypatch.setattr(resume_point, "MOST_READ", 1)
     weights.write_bytes(b"1235")
     assert "not looked at: whether each byte of" in check()[0]
     weights.write_bytes(b"12345")

@@ -53,11 +53,13 @@ _SHOWN = 4
 # Of editors, office programs, notebooks, Git, downloads, and of NFS, macOS and Windows.
 _NEVER_DATA = re.compile(
     r"(?:^|/)(?:\.[^/]+\.(?:sw[a-z]|kate-swp)|[^/]+~|\.#[^/]+|#[^/]+#|\.~lock\.[^/]+#|~\$[^/]+|\.ipynb_checkpoints"
-    r"|\.git|\.cache/huggingface/download|\.nfs[0-9a-f]{8,}|\.DS_Store|\._[^/]+|Thumbs\.db|desktop\.ini)(?:/|$)"
+    r"|\.git|\.cache|\.nfs[0-9a-f]{8,}|\.DS_Store|\._[^/]+|Thumbs\.db|desktop\.ini)(?:/|$)"
 )
-_SAVED = "state.json"
+_SAVED, _OF_A_MODEL = "state.json", "config.json"
 # `Dataset.map` and its like beside a saved data set: what is done, and what NamedTemporaryFile calls it before.
 _CACHE = re.compile(r"cache-[^/]+\.arrow|tmp[a-z0-9_]{8}")
+# `hf download` brings these anew, and no loader of a model reads them.
+_ABOUT_A_MODEL = re.compile(r"\.git(?:attributes|ignore)|(?:README|LICEN[CS]E|NOTICE)[^/]*|[^/]*\.md")
 
 
 class _State(msgspec.Struct):
@@ -143,11 +145,12 @@ def is_never_data(name: str) -> bool:
 def data_names(names: Iterable[str], pattern: str | None = None) -> list[str]:
     """Returns the names that may be of data, and that `pattern` takes, if there is one."""
     names = list(names)
-    saved = {_prefix(name) for name in names if name.rpartition("/")[2] == _SAVED}
+    beside = {_SAVED: _CACHE, _OF_A_MODEL: _ABOUT_A_MODEL}
+    never = {_prefix(name): beside[last] for name in names if (last := name.rpartition("/")[2]) in beside}
 
     def may_be(name: str) -> bool:
         folder = _prefix(name)
-        if is_never_data(name) or (folder in saved and _CACHE.fullmatch(name, len(folder))):
+        if is_never_data(name) or (folder in never and never[folder].fullmatch(name, len(folder))):
             return False
         return pattern is None or matches(pattern, name)
 

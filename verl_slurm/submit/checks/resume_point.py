@@ -172,8 +172,12 @@ def _changed(paths: RunPaths, place: DataPlace, digest: str) -> str | None:
                 return f"{tree / path} has {sizes.get(path, 'no')} bytes, not {entry.size}"
         pattern = place.pattern if isinstance(place, GlobPlace) else None
         if sum(sizes[name] for name in data_names(sizes, pattern)) <= MOST_READ:
-            now = fingerprint(place).digest
-            return "" if now == (record.digest if record else digest) else f"{tree} has the digest {now}"
+            now = fingerprint(place)
+            if now.digest == (record.digest if record else digest):
+                return ""
+            was = record.files if record is not None else now.files
+            named = sorted(name for name in was.keys() | now.files if was.get(name) != now.files.get(name))
+            return f"{tree / named[0]} is another, or new" if named else f"{tree} has the digest {now.digest}"
     except (OSError, DataError) as error:
         return str(error)
     return None
