@@ -51,6 +51,13 @@ def test_a_command_that_hangs_is_killed_at_its_deadline(stub: Stub, tmp_path: Pa
     assert not Path(f"/proc/{pid}").exists()
 
 
+def test_a_command_that_ends_too_late_is_told_with_its_own_words(stub: Stub) -> None:
+    words = "Slurm temporarily unable to accept job, sleeping and retrying"
+    client = stub(f"echo 'sbatch: error: {words}' >&2; exec sleep 600", timeout_s=0.5)
+    with pytest.raises(SlurmMissing, match=f"no further job for now.*no end within.*{words}.*MaxJobCount"):
+        asyncio.run(client.job(1))
+
+
 def test_a_command_that_is_not_answered_is_said_while_it_waits(stub: Stub, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "told")
     text = GOLDEN / "running.txt"

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.cli.conftest import fail_storage
@@ -119,6 +120,26 @@ def test_a_submit_beside_a_job_that_stands_still_says_why_and_what_lets_it_go_on
     said = refuses(slurm.plan)
     assert said.count(way_on) == 1
     assert (f"job 7, {state}" if reason == "None" else f"job 7, {state}, {reason}") in said
+
+
+def test_a_full_queue_is_said_and_a_node_that_is_drained_is_waited_for(slurm: Slurm) -> None:
+    slurm.answer = "echo 'allocation failure: Resource temporarily unavailable' >&2; exit 1"
+    with pytest.raises(SlurmRefused, match="no further job for now.*MaxJobCount.*try again later"):
+        judge_script(slurm.plan().config, "")
+    slurm.answer = "echo 'allocation failure: Requested node configuration is not available' >&2; exit 1"
+    config = slurm.plan().config
+    asks = msgspec.structs.replace(
+        config, slurm=msgspec.structs.replace(config.slurm, extra={"nodelist": "node2"})
+    )
+    for state in ("IDLE+DRAIN", "IDLE"):
+        node = f"NodeName=node2 NodeAddr=a NodeHostName=b State={state} CPUTot=4"
+        slurm.write("scontrol", f'case "$*" in *hostnames*) echo node2;; *) echo "{node}";; esac')
+        if state == "IDLE":
+            with pytest.raises(SlurmRefused, match="sinfo"):
+                judge_script(asks, "")
+        else:
+            [said] = judge_script(asks, "")
+            assert "would wait: slurm.extra.nodelist names node2 (DRAIN+IDLE)" in said.text
 
 
 @pytest.mark.parametrize("verdict", [True, False], ids=["sbatch --test-only", "sbatch"])

@@ -102,8 +102,10 @@ def run_command(
         try:
             stdout, stderr = _read(process, argv, began + timeout_s)
             code = process.wait(max(0.0, began + timeout_s - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            raise _no_answer(argv, f"no end within {timeout_s:g} s") from None
+        except subprocess.TimeoutExpired as error:
+            words = slurm_words((error.stderr or b"").decode(errors="replace"))
+            said = f"; it said: {words}" if words else ""
+            raise _no_answer(argv, f"no end within {timeout_s:g} s{said}") from None
         except OSError as error:  # no descriptor left to listen with
             raise _no_answer(argv, str(error)) from error
         finally:
@@ -113,6 +115,10 @@ def run_command(
     return Completed(exit_code=code, stdout=stdout, stderr=stderr, seconds=time.monotonic() - began)
 
 
+FULL, ROOM = (
+    "Slurm takes no further job for now",
+    "it has as many as MaxJobCount of slurm.conf: try again later",
+)
 _SPEAKER = re.compile(r"^(?:sbatch|srun|scontrol|scancel|squeue|sinfo|sacct): (?:(?:error|fatal): )?")
 _FAILURE = re.compile(r"^(?:allocation failure|Batch job submission failed): ")
 
@@ -135,7 +141,7 @@ def _read(process: "subprocess.Popen[bytes]", argv: list[str], deadline: float) 
             ready = selector.select(max(0.0, deadline - time.monotonic()))
             # A command may hang with its streams open.
             if not ready:
-                raise subprocess.TimeoutExpired(argv, 0)
+                raise subprocess.TimeoutExpired(argv, 0, stderr=bytes(said[process.stderr.fileno()]))
             for key, _ in ready:
                 chunk = os.read(key.fd, 65536)
                 said[key.fd] += chunk
@@ -147,10 +153,16 @@ def _read(process: "subprocess.Popen[bytes]", argv: list[str], deadline: float) 
     return stdout, stderr
 
 
+def takes_no_job(words: str) -> bool:
+    """Returns whether Slurm has as many jobs as it may hold (MaxJobCount). Pure."""
+    return re.search(r"temporarily un(able to accept job|available)", words) is not None
+
+
 def _no_answer(argv: list[str], found: str) -> SlurmMissing:
+    full = takes_no_job(found)
     return SlurmMissing(
-        "Slurm does not answer",
+        FULL if full else "Slurm does not answer",
         where=" ".join(argv),
         found=found,
-        remedy="see whether slurmctld is up: scontrol ping",
+        remedy=ROOM if full else "see whether slurmctld is up: scontrol ping",
     )

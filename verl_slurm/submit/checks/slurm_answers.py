@@ -13,6 +13,7 @@ import re
 import resource
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -42,7 +43,7 @@ from verl_slurm.slurm.batch import (
 from verl_slurm.slurm.commands import NODE_LIST
 from verl_slurm.slurm.facts import PartitionFacts
 from verl_slurm.slurm.requeue_rules import sparable
-from verl_slurm.slurm.runner import slurm_words, waiting_for
+from verl_slurm.slurm.runner import FULL, ROOM, slurm_words, takes_no_job, waiting_for
 from verl_slurm.slurm.slurm_client import SlurmClient
 from verl_slurm.submit.checks.run_directory import checkpoint_size
 from verl_slurm.submit.relative_paths import value_of
@@ -493,7 +494,36 @@ def judge_script(config: RunConfig, script: str) -> list[Finding]:
         )
     if _PASSES.search(last):
         return [good(_VERDICT_OF, f"would wait: {said}")]
+    if takes_no_job(last):
+        raise SlurmRefused(FULL, found=said, remedy=ROOM)
+    # Slurm's verdict goes by the nodes of now; sbatch itself queues a job for one that is drained.
+    if "node configuration" in last and (away := asyncio.run(_asked_and_away(config))):
+        nodes = f"slurm.extra.nodelist names {', '.join(away)}"
+        return [warn(_VERDICT_OF, f"would wait: {nodes}; {said}", "`sinfo -R` says why, and since when")]
     raise refusal(config, said)
+
+
+async def _asked_and_away(config: RunConfig) -> list[str]:
+    """Returns the nodes that the job asks for by name and that take none now; empty: it names none."""
+    asked = str(config.slurm.extra.get("nodelist") or "")
+    if NODE_LIST.fullmatch(asked) is None:
+        return []
+    client, away = SlurmClient(), list[str]()
+    with suppress(SlurmMissing, NotFound):  # then sbatch's own words are all that is known
+        for name in await client.expand(asked):
+            state = (await client.node(name)).state
+            if state & {
+                "DOWN",
+                "DRAIN",
+                "DRAINED",
+                "DRAINING",
+                "FAIL",
+                "MAINT",
+                "NOT_RESPONDING",
+                "POWERED_DOWN",
+            }:
+                away.append(f"{name} ({'+'.join(sorted(state))})")
+    return away
 
 
 def _value(config: RunConfig, key: str) -> object:
