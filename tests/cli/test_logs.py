@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.journals import append_event
 from tests.many_runs import make_run
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
@@ -34,6 +35,13 @@ def test_a_rank_is_found_on_its_node(cli: Cli, run: RunPaths) -> None:
     assert missing.code == ExitCode.NOT_FOUND
     assert "expected 0 to 3" in missing.error
     assert cli("logs", run.root, "--rank", 1, "--node", 1).code == ExitCode.USAGE
+
+
+def test_ranks_that_stand_by_are_no_start_yet(cli: Cli, run: RunPaths) -> None:
+    append_event(run, "restart", attempt=9, number=1)
+    run.rank_log(9, 1, 0).write_text("trains\n")
+    run.rank_log(9, 2, 0).write_text("")
+    assert cli("logs", run.root, "--rank", 0).out == "trains\n"
 
 
 def test_the_last_lines_only_and_as_json(cli: Cli, run: RunPaths) -> None:

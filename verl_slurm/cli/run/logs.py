@@ -19,6 +19,7 @@ from verl_slurm.checkpoint.store.run_config import keys_for
 from verl_slurm.cli.command_options import RUN, Whole, command, flag, key_option, option
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load_resolved
+from verl_slurm.journal.files import read_history
 from verl_slurm.runs.run_record import last_job
 from verl_slurm.runtime_state.samples import StepSamples, best_and_worst, read_samples
 
@@ -167,9 +168,14 @@ def _newest(run: RunPaths, node: int | None, agent: bool, service: str | None) -
     who = "agent has written" if agent else "ranks have printed"
     if service is not None:
         suffix, who = f".service_{service}.{node or 0:04d}.log", "service of this name has printed"
-    mine = [path for path in _rank_logs(run) if path.name.endswith(suffix)]
+    # Attempt and restart are in the name, with leading zeros. Ranks that stand by have a file of the next one.
+    last = read_history(run).restart
+    newest = "b"
+    if last is not None and service is None and not agent:
+        newest = run.rank_log(last.attempt, last.number, node or 0).name
+    mine = [path for path in _rank_logs(run) if path.name.endswith(suffix) and path.name <= newest]
     if mine:
-        return max(mine)  # attempt and restart are in the name, with leading zeros
+        return max(mine)
     raise NotFound(
         f"no {who} there",
         where=run.logs,
