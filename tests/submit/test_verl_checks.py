@@ -544,6 +544,19 @@ def test_the_conversations_of_supervised_training_are_looked_at(place: Path) -> 
         check(config(place, "verl.data.messages_key=turns"))
     with pytest.raises(ConfigError, match="fewer rows than one batch"):
         check(config(place, "verl.data.train_batch_size=128"))
+    # verl ends with its epochs, without a word.
+    more = [
+        "verl.data.train_batch_size=8",
+        "verl.trainer.total_epochs=2",
+        "verl.trainer.total_training_steps=17",
+    ]
+    with pytest.raises(ConfigError, match="the data ends before the last step.*have at most 16 steps"):
+        check(config(place, *more))
+    grpo = config(place, *more, "verl.algorithm.adv_estimator=grpo", entry="ppo")
+    assert any(
+        "verl ends there; raise verl.trainer.total_epochs" in note
+        for note in check(with_verl(grpo, place))[1]
+    )
     # The list is the user's: a shard that lies there is left out, and a note says so.
     for number in (0, 1):
         write_verl_rows(place / f"t-{number}-of-2.parquet")

@@ -712,7 +712,7 @@ def _check_rows(
         return [*found, skipped(f"the rows of {where}: {rows}")]
     _refuse_rows(entry, where, rows, messages, reward)
     if key == "data.train_files" and there == places:
-        _refuse_too_few(config, settings, rows)
+        found += _refuse_too_few(config, settings, rows)
     if reward.reads_rows and reward.is_default:
         found += _refuse_unrewarded(config, where, rows)
     if not rows.whole:
@@ -828,8 +828,8 @@ def _unmeasured(entry: Entry, where: str, settings: Mapping[str, Any]) -> list[F
     return [skipped(f"whether a {row} of {where} exceeds verl.{key}={most}: verl {does}")]
 
 
-def _refuse_too_few(config: RunConfig, settings: Mapping[str, Any], rows: Rows) -> None:
-    """Refuses fewer rows than one batch."""
+def _refuse_too_few(config: RunConfig, settings: Mapping[str, Any], rows: Rows) -> list[Finding]:
+    """Refuses fewer rows than one batch, and for SFT more steps than the epochs have."""
     sizes = {key: value_at(settings, f"data.{key}") for key in ("train_batch_size", "gen_batch_size")}
     most = value_at(settings, "data.train_max_samples")
     num = min(rows.rows, most) if isinstance(most, int) and most > 0 else rows.rows
@@ -847,6 +847,21 @@ def _refuse_too_few(config: RunConfig, settings: Mapping[str, Any], rows: Rows) 
                 expected=f"at most {num}",
                 remedy=f"lower verl.data.{key}, or give more rows",
             )
+    wanted = [value_at(settings, f"trainer.total_{what}") for what in ("training_steps", "epochs")]
+    known = [
+        one for one in (sizes["gen_batch_size"] or sizes["train_batch_size"], *wanted) if isinstance(one, int)
+    ]
+    if len(known) < 3 or min(known) < 1 or not (rows.whole or num < rows.rows):
+        return []
+    batch, total, epochs = known
+    if total <= (ends := num // batch * epochs):
+        return []
+    ended = f"{total}, and {counted(num, 'row')} have at most {counted(ends, 'step')} in trainer.total_epochs={epochs}"
+    remedy = "raise verl.trainer.total_epochs, or lower verl.trainer.total_training_steps"
+    if config.trainer.entry == "sft":
+        where = "verl.trainer.total_training_steps"
+        raise ConfigError("the data ends before the last step", where=where, found=ended, remedy=remedy)
+    return [warn(f"verl.trainer.total_training_steps is {ended}: verl ends there; {remedy}")]
 
 
 def _refuse_unrewarded(config: RunConfig, where: str, rows: Rows) -> list[Finding]:
