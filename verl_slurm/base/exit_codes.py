@@ -34,7 +34,7 @@ class ExitCode(IntEnum):
     NO_PROGRESS = 21, "several restarts without a newer verified checkpoint: stopped, not requeued"
     CRASHED = 22, "the job ended without the last word of its daemon"
     CANCELLED = 23, "the job was cancelled by its user: not requeued"
-    REQUEUE_FAILED = 24, "the checkpoint is safe but the job could not be requeued"
+    REQUEUE_FAILED = 24, "the job could not be requeued; what is saved stays"
     REQUEUED = 25, "the run goes on by itself: its job was requeued, or another one follows it"
     WIRE = 26, "the control channel was refused or broke"
     NO_ROOM = 27, "the file system has no room for a checkpoint"
