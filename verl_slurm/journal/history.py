@@ -803,6 +803,13 @@ class History:
         attempt = self.attempts[-1].number if self.attempts else 0
         return [LifeInterval(self._kind, self._since, now, attempt)]
 
+    def outages_until(self, now: datetime) -> list[Outage]:
+        """`outages`; the last one has the time in the queue so far, if the run waits there."""
+        if self._outage is None or self._kind != "queued":
+            return self.outages
+        waits_s = _between(self._since, now.timestamp())
+        return [*self.outages[:-1], msgspec.structs.replace(self._outage, queue_s=waits_s)]
+
     @property
     def interrupted_s(self) -> float:
         """Of all outages that are over."""
