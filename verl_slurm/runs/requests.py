@@ -61,7 +61,10 @@ def cancel_run(run: RunPaths, *, patience_s: float = _PATIENCE_S) -> str:
             asked = read_history(run).is_cancelled
             if time.monotonic() >= until:
                 raise SlurmMissing(
-                    "the run is not cancelled, and its job goes on",
+                    # A request that got no answer may be taken later.
+                    "Slurm may have taken the cancel, and has not answered"
+                    if asked
+                    else "the run is not cancelled, and its job goes on",
                     where=run.root,
                     found=f"{error.what}: {error.where}: {error.found}",
                     expected="an answer from slurmctld",
