@@ -562,7 +562,7 @@ def _print_checkpoints(run: RunPaths, as_json: bool) -> None:
         )
         return
     if not found:
-        render.line(f"no checkpoints in {run.checkpoints} yet")
+        render.line(f"no checkpoints in {run.checkpoints}; verl-slurm status {shell_word(run.root)}")
         return
     columns = checkpoints_table(found, places, best.metric if best.keep else None)
     render.table(columns, right=("attempt", "ranks", "files", "MB"), first_to_go=CHECKPOINTS_TO_GO)
