@@ -58,7 +58,7 @@ def test_a_damaged_newest_is_kept_and_does_not_count_as_the_good_one(paths: RunP
 
 
 def test_where_nothing_verifies_nothing_goes(paths: RunPaths, save: Save) -> None:
-    with pytest.raises(NotFound, match="no checkpoint yet"):
+    with pytest.raises(NotFound, match="has no checkpoint:"):
         look(paths, 1)
     for step in (1, 2):
         damage(save(step))

@@ -13,6 +13,7 @@ from tests.journals import append_event, make_events
 from tests.many_runs import make_run
 from verl_slurm.cli.show.render import span
 from verl_slurm.cli.show.run_tables import interruption_words, interruptions_table
+from verl_slurm.journal.files import read_history
 from verl_slurm.journal.history import History, Outage, interruption_facts
 
 Cli = Callable[..., Any]
@@ -64,8 +65,9 @@ def test_nothing_was_done_again_for_ranks_that_had_not_trained() -> None:
         {"event": "crash", "detail": "slurm.setup[0] failed"},
     ]
     outages = History(make_events([facts | event for event in told])).outages
-    said = interruption_words(interruption_facts(outages, NOW, has_ledger=False))
-    assert said.endswith("; none while the ranks trained")
+    # Beside one that struck ranks at work, which had saved.
+    said = interruption_words(interruption_facts([BACK, *outages], NOW, has_ledger=False))
+    assert said.endswith("; no token was lost while the ranks trained")
 
 
 def test_status_tells_of_a_checkpoint_that_is_gone_and_list_calls_it_lost(cli: Cli, tmp_path: Path) -> None:
@@ -174,6 +176,23 @@ def test_status_tells_what_happened_and_what_each_interruption_cost(cli: Cli, tm
     assert len(table) == 5
     few = cli("status", paths.root, "--interruptions", 0).out
     assert " preemption  " not in few
+
+
+def test_a_cause_from_before_the_newest_interruption_is_not_the_last_one(cli: Cli, tmp_path: Path) -> None:
+    paths = make_run(tmp_path / "run", num_events=400)
+    assert "last cause   " in cli("status", paths.root).out
+    newest = read_history(paths).attempts[-1]
+    append_event(paths, "crash", attempt=newest.number, job_id=newest.event.job_id, detail="killed")
+    said = cli("status", paths.root)
+    assert (" crash " in said.out, "last cause   " in said.out) == (True, False)
+
+
+def test_status_says_why_no_requeue_came_until_another_is_asked_for(cli: Cli, tmp_path: Path) -> None:
+    paths = make_run(tmp_path / "run")
+    append_event(paths, "warning", topic="requeue", text="not requeued: the save failed")
+    assert "requeue      WARNING, not requeued: the save failed\n" in cli("status", paths.root).out
+    append_event(paths, "requeue_asked")
+    assert "not requeued" not in cli("status", paths.root).out
 
 
 def test_a_requeued_run_is_not_back_at_step_0(cli: Cli, tmp_path: Path) -> None:

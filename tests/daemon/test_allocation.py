@@ -162,10 +162,12 @@ def test_a_local_requeue_that_a_user_asked_for_is_no_preemption(tmp_path: Path) 
     paths = new_run(tmp_path / "run")
     mine = LocalAllocation(RunConfig(), paths)
     told = []
-    for event in (ev.Started(attempt=1), ev.RequeueAsked(), ev.Started(attempt=2)):
+    asked = ev.RequeueAsked(), ev.RequeueAsked(at_once=True)
+    for event in (ev.Started(attempt=1), *asked, ev.Started(attempt=2)):
         append_event(paths, event)
-        told.append(asyncio.run(mine.cause("SIGUSR2 to lead")).kind)
-    assert told == ["preemption", "operator_requeue", "preemption"]
+        cause = asyncio.run(mine.cause("SIGUSR2 to lead"))
+        told.append((cause.kind, cause.seconds_left))
+    assert told == [("preemption", 30.0), ("operator_requeue", None), ("requeued", 30.0), ("preemption", 30.0)]
 
 
 def test_sruns_shepherd_does_not_take_the_agents_with_it(tmp_path: Path) -> None:

@@ -197,7 +197,8 @@ def test_a_preemption_costs_what_lies_between_the_warning_and_the_first_new_roll
     assert kinds(teller, 10.0) == [("queued", 40.0), ("starting", 22.0), ("training", 15.0)]
     teller.save()
     teller.preempt()
-    (lasting,) = told(teller).outages
+    (lasting,) = told(teller).outages_until(teller.now + timedelta(seconds=30))
+    assert lasting.queue_s == 30.0, "so far"
     assert (lasting.cause, lasting.seconds, lasting.tokens_lost) == ("preemption", None, 0)
     teller.start(queued_s=40.0)
     (one,) = told(teller).outages

@@ -40,7 +40,7 @@ COMMANDS = {
     "requeue": CommandEntry("run.steering", "Save, end this job, and have it start again."),
     "update-reward": CommandEntry("run.steering", "Replace the reward while the run goes on."),
     "verify": CommandEntry(
-        "checkpoint.verify_command", "Read checkpoints back, every byte, and set aside what is damaged."
+        "checkpoint.verify_command", "Read checkpoints back, every byte; --scrub sets aside what is damaged."
     ),
     "inspect": CommandEntry(
         "checkpoint.verify_command", "What is in a checkpoint, or how two differ, bit for bit."

@@ -319,6 +319,9 @@ class CancelAsked(Event):
 class RequeueAsked(Event):
     """`verl-slurm requeue`."""
 
+    at_once: bool = False
+    """`--now`."""
+
 
 class AlertSaveAsked(Event):
     """An alert of Prometheus asked for a save."""

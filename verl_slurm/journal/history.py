@@ -31,11 +31,13 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import takewhile
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import msgspec
 
 from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import CHECKPOINT_NAME
 from verl_slurm.journal import events as ev
 from verl_slurm.journal.causes import SERIES, meaning_of
@@ -529,12 +531,14 @@ class History:
         """Whether the ranks of any attempt have trained: all that their start needs was there."""
         return any(self.counts[kind] for kind in ("training", "first_rollout", "verified"))
 
-    def no_progress(self, command: str) -> str:
-        """The reason of an end after `stuck` restarts: the last fault in its own words; `command` shows more."""
+    def no_progress(self, root: Path) -> str:
+        """The reason of an end after `stuck` restarts: the last fault in its own words, and what shows more."""
         lines = self._last_fault.splitlines()[-_LAST_LINES:]
         said = " / ".join(line.strip()[:_MOST_OF_LINE] for line in lines)
         last = f"; the last one: {said}" if said else ""
-        return f"{self.stuck} restarts in a row crashed without anything new{last}; {command} shows more"
+        # The fault need not be the first node's, whose ranks then say only that they have lost a peer.
+        more = f"verl-slurm logs {shell_word(root)} --all lists what each node has printed"
+        return f"{self.stuck} restarts in a row crashed without anything new{last}; {more}"
 
     def failed_starts(self, job_id: str, requeues: int) -> int:
         """How many attempts in a row before this one storage or Slurm stopped. `requeues`: of the job so far."""
@@ -802,6 +806,13 @@ class History:
             return []
         attempt = self.attempts[-1].number if self.attempts else 0
         return [LifeInterval(self._kind, self._since, now, attempt)]
+
+    def outages_until(self, now: datetime) -> list[Outage]:
+        """`outages`; the last one has the time in the queue so far, if the run waits there."""
+        if self._outage is None or self._kind != "queued":
+            return self.outages
+        waits_s = _between(self._since, now.timestamp())
+        return [*self.outages[:-1], msgspec.structs.replace(self._outage, queue_s=waits_s)]
 
     @property
     def interrupted_s(self) -> float:

@@ -145,9 +145,9 @@ class _Reader:
         facts.engine_start_s = round(sum(ready), 3) if ready else None
         facts.weight_sync_s = facts.phases.get("weight sync")
         if until is not None:
-            facts.interruptions = interruption_facts(
-                history.outages, datetime.fromtimestamp(until, UTC), has_ledger=has_ledger(paths)
-            )
+            at = datetime.fromtimestamp(until, UTC)
+            outages = history.outages_until(at)
+            facts.interruptions = interruption_facts(outages, at, has_ledger=has_ledger(paths))
         facts.checkpoints = self._try("checkpoints", lambda: _checkpoints_of(paths, history, steps), [])
         if lost := self._try("the newest checkpoint", lambda: self._lost(history, newest), ""):
             facts.warnings.insert(0, shown.WarningFact(time=None, topic="checkpoint", text=lost))

@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from verl_slurm.checkpoint.store.lost import in_tiers
 from verl_slurm.config.load import left_of_run
 from verl_slurm.journal.events import Cause, Ended, Event, Started, Submitted
 from verl_slurm.journal.files import read_last_events
-from verl_slurm.journal.history import History, Submission
+from verl_slurm.journal.history import History, Outage, Submission
 from verl_slurm.journal.pace import number
 from verl_slurm.journal.status import read_status
 from verl_slurm.runs.liveness import (
@@ -87,6 +88,14 @@ class Glance(msgspec.Struct, kw_only=True):
     def step(self) -> int:
         """The completed steps."""
         return steps_done(self.status, self.checkpoint)
+
+    @property
+    def cost_s(self) -> float:
+        """Seconds that the interruptions cost, with those so far of one that lasts."""
+        with suppress(TypeError, ValueError):  # of another version
+            last = msgspec.convert(self.last_interruption, Outage)
+            return self.interrupted_s + (last.so_far(datetime.now(UTC)) if last.seconds is None else 0.0)
+        return self.interrupted_s
 
     @property
     def reward(self) -> float | None:

@@ -221,7 +221,7 @@ def what_next(facts: JobFacts) -> tuple[str, bool]:
     words = way_on(facts)
     # Resumed by hand, a job that another one preempted would share the cores with that one.
     if facts.state == "SUSPENDED" and resumes_jobs(asyncio.run(SlurmClient().config())):
-        return f"if another job preempted it, Slurm resumes it by itself; else an operator: {words}", False
+        return f"if another job preempted it, Slurm resumes it by itself; else {words}", False
     return words, bool(words) and _PASSES.search(facts.reason or "") is None
 
 
@@ -234,13 +234,15 @@ def way_on(facts: JobFacts) -> str:
     """Returns how to continue a job that stands still; empty: nothing of that kind holds it. Pure."""
     # A requeue of a suspended job would leave it held for good (JobHeldAdmin), so it has to go on first.
     if facts.state == "SUSPENDED":
-        return f"scontrol resume {facts.target}"
+        return f"an operator has to: scontrol resume {facts.target}"
     # Its ranks alone: the lead goes on, and cannot tell a rank that was stopped from one that computes.
     if facts.state == "STOPPED":
         return f"its ranks were stopped by a signal: scancel --signal=CONT {facts.target}"
     reason = facts.reason or ""
     if is_held(reason):
-        return f"scontrol release {facts.target}"
+        # Slurm lets the job's user release a hold of his own.
+        who = "an operator has to: " * (reason == "JobHeldAdmin")
+        return f"{who}scontrol release {facts.target}"
     if facts.is_waiting and "maintenance" in reason.lower():
         return f"a shorter job may start before it: scontrol update JobId={facts.target} TimeLimit=MINUTES"
     if facts.is_waiting and _PASSES.search(reason):

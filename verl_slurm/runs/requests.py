@@ -61,7 +61,10 @@ def cancel_run(run: RunPaths, *, patience_s: float = _PATIENCE_S) -> str:
             asked = read_history(run).is_cancelled
             if time.monotonic() >= until:
                 raise SlurmMissing(
-                    "the run is not cancelled, and its job goes on",
+                    # A request that got no answer may be taken later.
+                    "Slurm may have taken the cancel, and has not answered"
+                    if asked
+                    else "the run is not cancelled, and its job goes on",
                     where=run.root,
                     found=f"{error.what}: {error.where}: {error.found}",
                     expected="an answer from slurmctld",
@@ -187,15 +190,16 @@ def requeue_run(run: RunPaths, *, at_once: bool = False) -> tuple[str, str]:
     # `scontrol requeue` starts a job that is over again, one that its user has cancelled as well.
     state = _require_living(run, "scontrol requeue {}" if at_once else "scancel --batch --signal=USR2 {}")
     if job.cluster == "slurm":
-        number, unsaid = int(job.job_id), unwritten(run, RequeueAsked())
+        number, unsaid = int(job.job_id), unwritten(run, RequeueAsked(at_once=at_once))
         detail = _requeue_now(run, number) if at_once else _wish_for_requeue(run, number, state)
         if unsaid is not None:
             tell_user(f"the requeue of job {job.job_id} could not be written down: {unsaid}")
         return job.job_id, detail
     # By this line a lead without Slurm tells it from a preemption, which leaves 30 s to save: no line, no signal.
-    append_event(run, RequeueAsked())
+    append_event(run, RequeueAsked(at_once=at_once))
     _signal_local(run, signal.SIGUSR2)
-    return job.job_id, "it saves and starts again in place"
+    how = "within 30 s, saved or not, it" if at_once else "it saves, and"
+    return job.job_id, f"{how} starts again in place"
 
 
 def _wish_for_requeue(run: RunPaths, number: int, state: str) -> str:

@@ -13,6 +13,7 @@ from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import KnownProcess
 from verl_slurm.config.schema import RunConfig, nodes_of_services
+from verl_slurm.journal.causes import CauseKind
 from verl_slurm.journal.events import RequeueAsked, Started
 from verl_slurm.journal.files import read_events
 from verl_slurm.wire.environment import LOCAL_RESTART_VARIABLE
@@ -43,10 +44,13 @@ class LocalAllocation(Allocation):
 
     async def cause(self, trigger: str) -> CauseKnown:
         signal = trigger.split(" ", 1)[0]
-        if signal == "SIGUSR2" and await asyncio.to_thread(self._is_asked_to_requeue):
-            return CauseKnown("operator_requeue", f"{trigger}: a requeue was asked for", None)
         if signal == "SIGUSR2":
-            return CauseKnown("preemption", f"{trigger}; no Slurm", self.PREEMPTION_GRACE_S)
+            asked = await asyncio.to_thread(self._asked)
+            if asked is None:
+                return CauseKnown("preemption", f"{trigger}; no Slurm", self.PREEMPTION_GRACE_S)
+            left = self.PREEMPTION_GRACE_S if asked.at_once else None
+            kind: CauseKind = "requeued" if asked.at_once else "operator_requeue"
+            return CauseKnown(kind, f"{trigger}: a requeue was asked for", left)
         if signal in ("SIGTERM", "SIGINT"):
             return CauseKnown("cancel", f"{trigger}; no Slurm", self.CANCEL_GRACE_S)
         if signal == "SIGUSR1":
@@ -54,10 +58,10 @@ class LocalAllocation(Allocation):
         # SIGCONT: it follows every stop, as `fg` at a terminal does after Ctrl-Z.
         return CauseKnown("none", f"{trigger}; no Slurm", None)
 
-    def _is_asked_to_requeue(self) -> bool:
-        """Returns whether a user has asked since this attempt began."""
+    def _asked(self) -> RequeueAsked | None:
+        """Returns a user's newest request since this attempt began."""
         asked = [event for event in read_events(self._paths) if isinstance(event, RequeueAsked | Started)]
-        return bool(asked) and isinstance(asked[-1], RequeueAsked)
+        return asked[-1] if asked and isinstance(asked[-1], RequeueAsked) else None
 
     async def outlook(self) -> Outlook:
         return Outlook(answered=True)

@@ -78,10 +78,13 @@ def newest_checkpoint(run: Path) -> Path:
     """Returns the newest committed checkpoint of a run; NotFound: it has none."""
     committed = [info.path for info in list_checkpoints(RunPaths(run)) if info.kind == "committed"]
     if not committed:
-        raise NotFound(
-            "the run has no checkpoint yet", where=run, remedy=f"verl-slurm status {shell_word(run)}"
-        )
+        raise no_checkpoint(run)
     return committed[0].resolve()
+
+
+def no_checkpoint(run: Path) -> NotFound:
+    """Returns the error of a command that needs one; `status` says whether the run has lost those that it had."""
+    return NotFound("the run has no checkpoint", where=run, remedy=f"verl-slurm status {shell_word(run)}")
 
 
 def removed_meanwhile(checkpoint: Path) -> NotFound:

@@ -86,8 +86,8 @@ def require_run_id(paths: RunPaths) -> None:
             where=paths.run_id,
             found=found,
             expected=f"{named}, as the newest of them",
-            remedy=f"echo {named} > {shell_word(paths.run_id)}; or move {paths.ledger} and {paths.events.name} out of "
-            "the run, and these rollouts are sampled again",
+            remedy=f"echo {named} > {shell_word(paths.run_id)}; or, if they were copied here from another run, move "
+            f"{shell_word(paths.ledger)} and {paths.events.name} out of it",
         )
     if bearers := _checkpoints_by_run(paths):
         raise TierError(

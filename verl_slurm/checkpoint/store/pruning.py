@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_slurm.base.errors import CheckpointCorrupt, NotFound
+from verl_slurm.base.errors import CheckpointCorrupt
 from verl_slurm.base.keys import Keyring
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
@@ -26,7 +26,7 @@ from verl_slurm.checkpoint.decide.retention import ASSURED_KEPT, PrunePlan, plan
 from verl_slurm.checkpoint.decide.storage import Need
 from verl_slurm.checkpoint.format.info import CheckpointInfo, Verdict
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
-from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checkpoint.store.catalog import list_checkpoints, no_checkpoint
 from verl_slurm.checkpoint.store.medium import room_for
 from verl_slurm.checkpoint.store.quarantine import is_set_aside
 from verl_slurm.checkpoint.store.verify import verify
@@ -71,11 +71,7 @@ def look(
     infos = list_checkpoints(paths)
     committed = sorted((i for i in infos if i.kind == "committed"), key=lambda i: i.order, reverse=True)
     if not committed:
-        raise NotFound(
-            "the run has no checkpoint yet",
-            where=paths.root,
-            remedy=f"verl-slurm status {shell_word(paths.root)}",
-        )
+        raise no_checkpoint(paths.root)
     # Read back, every byte: removing older ones relies on it.
     good, bad = _newest_good(committed, verifier)
     if good is None:

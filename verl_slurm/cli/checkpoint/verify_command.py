@@ -18,6 +18,7 @@ from verl_slurm.checkpoint.inspect.describe import describe
 from verl_slurm.checkpoint.store.catalog import (
     list_checkpoints,
     newest_checkpoint,
+    no_checkpoint,
     removed_meanwhile,
     unless_removed,
 )
@@ -293,8 +294,7 @@ def _checkpoints_of_run(run: RunPaths, *, partial: bool = False) -> dict[Path, i
     # Torn ones in staging are no loss; one with a final name that lost its manifest, or is another run's, is.
     infos = [info for info in list_checkpoints(run) if info.has_own_name]
     if not infos:
-        remedy = f"verl-slurm status {shell_word(run.root)}"
-        raise NotFound("the run has no checkpoint yet", where=run.root, remedy=remedy)
+        raise no_checkpoint(run.root)
     if partial:
         infos += [info for info in list_checkpoints(run.partial, partial=True) if info.has_own_name]
     return {info.path: info.num_bytes for info in infos}

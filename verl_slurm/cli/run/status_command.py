@@ -23,7 +23,7 @@ from verl_slurm.cli.command_options import PLACE, RUN, Whole, command, option
 from verl_slurm.cli.show import render, run_tables, story
 from verl_slurm.cli.show.render import ago, span
 from verl_slurm.config.load import is_run, load_resolved
-from verl_slurm.journal.events import Ended, Event, Started, Submitted, Warned
+from verl_slurm.journal.events import Ended, Event, RequeueAsked, Started, Submitted, Warned
 from verl_slurm.journal.files import read_events, read_history
 from verl_slurm.journal.history import History, interruption_facts, since
 from verl_slurm.journal.pace import LOOKED_AT, node_states, pace_of, steps_of_equal_rewards
@@ -80,12 +80,15 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
     # The facts: files of the run, and one question to the scheduler. The rest of the function shows them.
     events, now = read_events(run), datetime.now(UTC)
     history = History(events)
-    facts, outages = _facts(run, history), history.outages
+    facts = _facts(run, history)
     facts["reward"] = _reward_in_force(run, facts["step"])
     facts["code"] = _code_words(run, events)
     facts["lost"] = _losses(run, facts, events, history)
+    outages = history.outages_until(now)
     facts["interruptions"] = interruption_facts(outages, now, has_ledger=has_ledger(run))
     facts["journal"] = _faults(run, events, history)
+    # Why the newest one that was asked for did not come.
+    facts["requeue"] = [event.text for event in _warned(since(events, Started, RequeueAsked), "requeue")]
     rows = last_steps(run, max(num_steps, LOOKED_AT), facts["journal"])
     facts["steps"] = rows[-num_steps:] if num_steps else []
     curve = run_tables.curve_of(rows[-LOOKED_AT:])
@@ -112,6 +115,7 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
         *(("code", line) for line in facts["code"]),
         *(("lost", f"WARNING, {line}") for line in facts["lost"]),
         *(("journal", f"WARNING, {line}") for line in facts["journal"]),
+        *(("requeue", f"WARNING, {line}") for line in facts["requeue"]),
         ("reward", facts["reward"] and _reward_words(facts["reward"])),
         *((f"service {place}", said) for place, said in snapshot.get("services", {}).items()),
         ("checkpoint", verified if hidden and verified else _checkpoint_words(run, facts, history)),
@@ -184,11 +188,10 @@ def _nodes(run: RunPaths, facts: dict[str, Any], history: History, now: datetime
 
 
 def _state_words(facts: dict[str, Any]) -> str:
-    snapshot = facts["status"]
-    state, since = snapshot.get("state"), ago(snapshot.get("updated"))
-    if facts["job_over"] and not facts["outcome"] and state != "ended":
-        return f"gone; {state} when its daemon last said so, {since}"  # a snapshot outlives its lead
-    return f"{state}, as of {since}"
+    word, state, since = facts["state"], facts["status"].get("state"), ago(facts["status"].get("updated"))
+    if facts["outcome"] or word.rstrip("?") in (state, "saves fail"):
+        return f"{word}, as of {since}"
+    return f"{word}; {state} when its daemon last said so, {since}"  # a snapshot outlives its lead
 
 
 def _facts(run: RunPaths, history: History) -> dict[str, Any]:
@@ -208,6 +211,11 @@ def _facts(run: RunPaths, history: History) -> dict[str, Any]:
     if end is not None and answer is not None and was_requeued(end.at, answer):
         requeued = requeued_words(run.root, end.job_id or "", end.outcome)
     facts = told_facts(seen, requeued)
+    # As `ask_for` has it for `list`.
+    here = Seen(True, "PENDING") if seen.job is None and unknown[:1].isdigit() else None
+    if answer is not None and (requeued or not is_over(seen)):
+        alive = None if answer.state == "UNKNOWN" else not answer.over
+        here = Seen(alive, answer.state, answer.detail.partition("; ")[0])
     if answer is not None and answer.over and not is_over(seen) and not unknown:
         facts["ended"] = (
             "cancelled by its user" + " before it started" * isinstance(seen.word, Submitted)
@@ -220,6 +228,7 @@ def _facts(run: RunPaths, history: History) -> dict[str, Any]:
             f"{counted(failed.before + 1, 'attempt')} in a row, and the next comes by itself: {failed.detail}"
         )
     return facts | {
+        "state": state_of(seen, here),
         "held": "" if held is None else held.reason,
         "start_failed": not_begun,
         "unknown_job": unknown,
@@ -486,7 +495,7 @@ def _cost(run: Glance) -> str:
     if not run.interruptions:
         return "-"
     lasts = "" if run.last_interruption.get("seconds") is not None else "+"
-    return f"{span(run.interrupted_s)}{lasts}"
+    return f"{span(run.cost_s)}{lasts}"
 
 
 _CHECKPOINT = "name step safe_point created_utc num_bytes"
@@ -503,7 +512,10 @@ def told_facts(run: Glance, requeued: str) -> dict[str, Any]:
         "status": run.status,
         "checkpoint": run.checkpoint and render.picked(run.checkpoint, _CHECKPOINT),
         "lost_checkpoint": run.lost or None,
-        "last_cause": story.tell(story.for_people(run.cause)) if run.cause else None,
+        # One from before the newest interruption is not why that came, e.g. a crash.
+        "last_cause": story.tell(story.for_people(run.cause))
+        if run.cause and run.cause.time >= str(run.last_interruption.get("began", ""))
+        else None,
         # Of the newest job alone: an end is none any more once the run was submitted, requeued or started again.
         "outcome": ended.outcome if ended is not None and ended.is_final and not requeued else None,
         "ended": requeued or (None if ended is None else story.tell(ended)),
@@ -523,7 +535,7 @@ def _listed_facts(run: Glance, state: str, seen: Seen | None) -> dict[str, Any]:
         "job_detail": (seen.detail or None) if seen is not None else None,
         "interruptions": {
             "count": run.interruptions,
-            "seconds": run.interrupted_s,
+            "seconds": round(run.cost_s, 3),
             "last": run.last_interruption or None,
         },
         **({"error": run.error} if run.error else {}),
@@ -550,7 +562,7 @@ def _print_checkpoints(run: RunPaths, as_json: bool) -> None:
         )
         return
     if not found:
-        render.line(f"no checkpoints in {run.checkpoints} yet")
+        render.line(f"no checkpoints in {run.checkpoints}; verl-slurm status {shell_word(run.root)}")
         return
     columns = checkpoints_table(found, places, best.metric if best.keep else None)
     render.table(columns, right=("attempt", "ranks", "files", "MB"), first_to_go=CHECKPOINTS_TO_GO)

@@ -39,7 +39,7 @@ def cancel(run: RunPaths, as_json: bool) -> None:
 
 @command("NO_SLURM SLURM_REFUSED NOT_FOUND")
 @click.argument("run", type=RUN)
-@flag("--now", "Have Slurm do it at once: what saves has only KillWait.", "at_once")
+@flag("--now", "Have Slurm do it at once: what saves has only KillWait (without Slurm, 30 s).", "at_once")
 def requeue(run: RunPaths, at_once: bool, as_json: bool) -> None:
     """Save, end the running job of RUN, and have it start again a few seconds later.
 

@@ -34,7 +34,7 @@ def interruption_words(facts: Mapping[str, Any]) -> str:
         return f"{words}; no token was lost"
     unsaved = [row for row in facts["each"] if row["tokens_lost"] is None and row["trained"]]
     if not unsaved:
-        return f"{words}; none while the ranks trained"
+        return f"{words}; no token was lost while the ranks trained"
     some = f"{len(unsaved)} without a save to go on from"
     if not facts["has_ledger"]:
         return f"{words}; {some}, what came after the last checkpoint was done again"
