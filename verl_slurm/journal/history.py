@@ -26,16 +26,19 @@ After an end that is final there is no interval until the run is submitted or st
 Times are the hosts' clocks, in seconds since 1970; one that went backwards counts as no time. Durations are in seconds.
 """
 
+import re
 from array import array
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import takewhile
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import msgspec
 
 from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import CHECKPOINT_NAME
 from verl_slurm.journal import events as ev
 from verl_slurm.journal.causes import SERIES, meaning_of
@@ -61,7 +64,6 @@ PARTS: dict[str, str] = {
 
 _MOST_EVIDENCE = 1000
 _MOST_STEPS = 10_000_000
-_LAST_LINES, _MOST_OF_LINE = 7, 300
 
 
 # ---- what a run is made of
@@ -529,12 +531,13 @@ class History:
         """Whether the ranks of any attempt have trained: all that their start needs was there."""
         return any(self.counts[kind] for kind in ("training", "first_rollout", "verified"))
 
-    def no_progress(self, command: str) -> str:
-        """The reason of an end after `stuck` restarts: the last fault in its own words; `command` shows more."""
-        lines = self._last_fault.splitlines()[-_LAST_LINES:]
-        said = " / ".join(line.strip()[:_MOST_OF_LINE] for line in lines)
-        last = f"; the last one: {said}" if said else ""
-        return f"{self.stuck} restarts in a row crashed without anything new{last}; {command} shows more"
+    def no_progress(self, root: Path) -> str:
+        """The reason of an end after `stuck` restarts: the last fault in its own words."""
+        last = f"; the last one: {self._last_fault}" if self._last_fault else ""
+        # Of several nodes, that of the rank that failed first.
+        rank = re.search(r"verl-slurm: rank (\d+) \(", self._last_fault)
+        logs = f"verl-slurm logs {shell_word(root)}" + (f" --rank {rank[1]}" if rank else " --node 0")
+        return f"{self.stuck} restarts in a row crashed without anything new{last}; {logs} shows more"
 
     def failed_starts(self, job_id: str, requeues: int) -> int:
         """How many attempts in a row before this one storage or Slurm stopped. `requeues`: of the job so far."""

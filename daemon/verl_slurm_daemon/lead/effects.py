@@ -184,7 +184,7 @@ class Effects:
         with contextlib.suppress(OSError, TooMuch):
             history = await answered(lambda: read_history(paths))
             stuck = history.stuck
-            reason = history.no_progress(f"verl-slurm logs {shell_word(paths.root)} --node 0")
+            reason = history.no_progress(paths.root)
         self.attempt.post(inputs.BackoffOver(stuck, reason))
 
 

@@ -361,7 +361,7 @@ class Lead:
         stuck, short = history.stuck, history.short
         # Counted in the journal over all attempts: a requeue does not renew this limit.
         if stuck >= limit:
-            reason = history.no_progress(f"verl-slurm logs {shell_word(self._paths.root)} --node 0")
+            reason = history.no_progress(self._paths.root)
             journal.write(ev.Held(stuck, reason))
             return inputs.Over(ExitCode.NO_PROGRESS, reason)
         if short >= limit:
