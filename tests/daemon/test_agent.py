@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from verl_slurm_daemon.agent.node import first_cause
 from verl_slurm_daemon.agent.node_check import look_at_node
 from verl_slurm_daemon.link.channel import AgentLink, serve
 
@@ -355,38 +354,3 @@ def test_a_check_that_breaks_says_nothing_against_a_node(monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "executable", "/bin/false")
     (clock, found) = asyncio.run(look_at_node(run_config(), (), 0.0))
     assert (clock.verdict, found.verdict) == ("good", "not checked")
-
-
-def test_the_cause_that_is_told_is_the_error_and_not_the_warnings_that_name_errors(tmp_path: Path) -> None:
-    warning = 'engine/__init__.py:41: UserWarning: no veomni: ModuleNotFoundError("No module named veomni")\n'
-    log = (
-        "step 3\n"
-        + warning * 9
-        + "\x1b[36mray.exceptions.ActorDiedError\x1b[39m: The actor died"
-        + "\n"
-        + warning * 9
-    )
-    file = tmp_path / "log"
-
-    def cause(text: str) -> str:
-        file.write_text(text)
-        return first_cause(file)
-
-    assert cause(log) == "ray.exceptions.ActorDiedError: The actor died"
-    assert cause("a\nb\n") == "a\nb"
-    ended = "verl-slurm: rank 1 (local rank 1, pid 7) ended with exitcode 2"
-    killed = "verl-slurm: rank 1 (local rank 1, pid 7) was ended by Signal 9 (SIGKILL): memory"
-    assert cause(f"step 3\n{killed}\n") == killed
-    argparse = "usage: train.py [-h]\ntrain.py: error: unrecognized arguments: --stpes\n"
-    assert cause(f"step 3\n{argparse * 2}{ended}\n") == f"step 3\n{argparse}{ended}"
-    fields = "x.ValidationError: 1 validation error for Settings\nlr\n  Input should be a valid number\n"
-    assert cause(f"{fields * 2}{ended}\n") == f"{fields}{ended}"
-    abort = "terminate called after throwing an instance of 'c10::Error'\n  what():  CUDA driver version\n"
-    peer = "RuntimeError: Connection reset by peer"
-    trace = f'Traceback (most recent call last):\n  File "t.py", line 1\n    step()\n{peer}\n'
-    assert cause(f"{abort}{trace}{ended}\n") == f"{abort}{peer}\n{ended}"
-    lines = "\n".join(map(str, range(40)))
-    assert cause(f"OSError: x\n{lines}\n{ended}\n") == f"OSError: x\n37\n38\n39\n{ended}"
-    hydra = "Error executing job with overrides: ['trainer.device=cpu']\n"
-    assert cause(f"{hydra}ValueError: no such device\n") == "ValueError: no such device"
-    assert len(cause("Error " + "x" * 9000)) == 500

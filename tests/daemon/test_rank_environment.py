@@ -37,7 +37,7 @@ def test_variables_win_over_commands_and_those_over_the_node_and_any_value_is_ke
 def test_what_commands_say_is_in_the_ranks_log_and_a_failure_names_the_command(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with pytest.raises(
-        ConfigError, match=r"slurm.setup\[1\] failed with exit code 3: bash says so"
+        ConfigError, match=r"slurm.setup\[1\] failed with exit code 3: loading / bash says so"
     ) as caught:
         made(log, "echo loading", "echo bash says so >&2; (exit 3)")
     assert str(log) in caught.value.one_line()

@@ -74,9 +74,10 @@ def test_what_the_others_say_within_that_second_is_heard(tmp_path: Path) -> None
     assert "a last word" in done.stdout
     last = done.stderr.splitlines()[-1]
     assert "Signal 9 (SIGKILL): " in last
-    # The agent tells the lead 500 characters of the line.
-    assert "lack of memory" in last[:500]
-    assert "slurm.mem_mb_per_node" in last[:500]
+    # Of the test's own machine the kernel's count may not be read.
+    assert "not by the kernel, which counts no kill for lack of memory" in last or "cannot be read" in last
+    assert "slurm.mem_mb_per_node" in last
+    assert "micro_batch" not in last, "a key of our own trainer, which a program of the user's refuses"
 
 
 def test_ranks_die_with_their_launcher_and_not_of_slurms_warnings(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ After an end that is final there is no interval until the run is submitted or st
 Times are the hosts' clocks, in seconds since 1970; one that went backwards counts as no time. Durations are in seconds.
 """
 
+import re
 from array import array
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -63,7 +64,6 @@ PARTS: dict[str, str] = {
 
 _MOST_EVIDENCE = 1000
 _MOST_STEPS = 10_000_000
-_LAST_LINES, _MOST_OF_LINE = 7, 300
 
 
 # ---- what a run is made of
@@ -533,12 +533,12 @@ class History:
 
     def no_progress(self, root: Path) -> str:
         """The reason of an end after `stuck` restarts: the last fault in its own words, and what shows more."""
-        lines = self._last_fault.splitlines()[-_LAST_LINES:]
-        said = " / ".join(line.strip()[:_MOST_OF_LINE] for line in lines)
-        last = f"; the last one: {said}" if said else ""
-        # The fault need not be the first node's, whose ranks then say only that they have lost a peer.
-        more = f"verl-slurm logs {shell_word(root)} --all lists what each node has printed"
-        return f"{self.stuck} restarts in a row crashed without anything new{last}; {more}"
+        last = f"; the last one: {self._last_fault}" if self._last_fault else ""
+        # Of several nodes, that of the rank that failed first.
+        rank = re.search(r"verl-slurm: rank (\d+) \(", self._last_fault)
+        what = f"--rank {rank[1]} shows more" if rank else "--all lists what each node has printed"
+        logs = f"verl-slurm logs {shell_word(root)} {what}"
+        return f"{self.stuck} restarts in a row crashed without anything new{last}; {logs}"
 
     def failed_starts(self, job_id: str, requeues: int) -> int:
         """How many attempts in a row before this one storage or Slurm stopped. `requeues`: of the job so far."""

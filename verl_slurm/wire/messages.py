@@ -218,7 +218,7 @@ class ServiceSaid(_Message, frozen=True, kw_only=True):
     restarts: Annotated[int, msgspec.Meta(ge=0, le=2**53)] = 0
     seconds: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
     """`ready`: since its start."""
-    detail: Annotated[str, msgspec.Meta(max_length=MAX_REASON)] = ""
+    detail: Annotated[str, msgspec.Meta(max_length=MAX_STORY)] = ""
 
 
 # ---- rank → lead, through its agent

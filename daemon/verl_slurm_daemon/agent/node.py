@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
 import signal
 import socket
 import sys
@@ -36,6 +35,7 @@ from verl_slurm.wire.environment import STACKS_SIGNAL
 from verl_slurm.wire.hang_records import request_flights
 from verl_slurm.wire.lead_file import LeadAddress, read_lead_address
 from verl_slurm_daemon.agent.agent_log import AgentLog
+from verl_slurm_daemon.agent.last_words import last_words
 from verl_slurm_daemon.agent.node_start import NodeStart, require_memory
 from verl_slurm_daemon.agent.orphan import SlurmSenses, see_off, slurm_job
 from verl_slurm_daemon.agent.rank_container import Lifeline
@@ -49,7 +49,6 @@ from verl_slurm_daemon.descendants import (
     listen,
     listeners,
     spare_former_children,
-    tail,
 )
 from verl_slurm_daemon.link.channel import CONNECT_PAUSES_S, LeadLink, Refusals, reach_lead
 
@@ -250,7 +249,7 @@ class Agent:
         self._log.say("exited", code=exit_code)
         # Before NodeExited: a Saved or Finished that a rank sent just before its end may still lie in the socket.
         await ranks.drain()
-        detail = "" if exit_code == 0 else moves.as_submitted(first_cause(log))
+        detail = "" if exit_code == 0 else moves.as_submitted(last_words(log))
         link.send(msg.NodeExited(node=self._node, exit_code=exit_code, detail=detail))
         # Sent is not heard: a lead that dies late, or with its node, would take the news with it. It says Shutdown.
         await self._first(asyncio.sleep(_HEARD_S))
@@ -480,34 +479,3 @@ async def _run(paths: RunPaths, attempt: int, node: str, node_id: int, restart: 
         # The defaults suffice for the link by which the lead is told; else it would wait a minute for this agent.
         config, failed = RunConfig(), error
     return await Agent(paths, config, attempt, node, node_id, restart).run(failed)
-
-
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_TOLD_BYTES, _TOLD_CHARS = 1 << 16, 500
-"""Bytes at the end of the log that are searched for the cause; characters of each line."""
-_NEAR_LINES, _MORE_LINES, _TOLD_LINES = 30, 3, 9
-_FRAME = re.compile(
-    r"(\[rank\d+\]:)?\s*(File \"|Traceback |\^|The above exception|During handling)|(\[rank\d+\]:)? {4}"
-)
-"""Lines of a Python traceback that say where, and not what."""
-_OURS = re.compile(r"verl-slurm: rank \d+ \(")
-"""Begins the line of `ranks.py` that says how a rank ended."""
-_HYDRA = "Error executing job with overrides: "
-
-
-def first_cause(log: Path) -> str:
-    """Returns the lines of the ranks' log that state why they ended."""
-    text = tail(log, _TOLD_BYTES)
-    lines = [_COLOUR.sub("", line)[:_TOLD_CHARS] for line in text.splitlines() if line.strip()]
-    # A launcher prints its own lines after the rank's, verl's processes warn of errors that were none, and
-    # Hydra repeats each word of the command line. What ranks say alike counts once.
-    said = dict.fromkeys(line for line in lines if "Warning" not in line and not line.startswith(_HYDRA))
-    told = [line for line in said if not _OURS.match(line)]
-    marked = [at for at, line in enumerate(told) if "Error" in line or "exitcode" in line or "Signal" in line]
-    ends = [line for line in said if _OURS.match(line)]
-    # Some errors go on in further lines; what a program says as it ends by itself (`sys.exit`, argparse) has no mark.
-    more = 0 if ends and all("(SIGKILL)" in line for line in ends) else _MORE_LINES
-    begins = [at + 1 for at in marked if len(told) - at <= _NEAR_LINES] or [len(told) - more]
-    behind = {at for begin in begins for at in range(max(begin, 0), min(begin + more, len(told)))}
-    chosen = sorted({*marked, *(at for at in behind if not _FRAME.match(told[at]))})
-    return "\n".join([*(told[at] for at in chosen[-_TOLD_LINES:]), *ends][-_TOLD_LINES:])

@@ -17,9 +17,9 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.slurm.rank_setup import OURS, setup_script
 from verl_slurm.wire.environment import SERVICE_TOKEN_VARIABLE, SERVICE_VARIABLE, users_umask
 from verl_slurm.wire.messages import Launch
-from verl_slurm_daemon.descendants import child_setup, tail
+from verl_slurm_daemon.agent.last_words import last_words
+from verl_slurm_daemon.descendants import child_setup
 
-_TOLD_BYTES = 2000
 _SETUP_KEYS = "slurm.modules, slurm.python, slurm.setup"
 # Of `daemon.start_timeout_s`: a command that hangs is named before the lead gives the start up.
 _SHARE_OF_START = 0.8
@@ -121,10 +121,11 @@ async def _after(script: str, environ: Mapping[str, str], log: Path) -> dict[str
 
 
 def _words(log: Path, code: int) -> str:
-    """Returns what failed, and the last words of the program that did: ours come last in the log."""
-    lines = [line for line in tail(log, _TOLD_BYTES).splitlines() if line.strip()]
-    ours = lines.pop() if lines and lines[-1].startswith(OURS) else f"exit code {code}"
-    return f"{ours.removeprefix(OURS)}: {lines[-1]}" if lines else ours.removeprefix(OURS)
+    """Returns what failed, and what the commands said: our own line comes last in the log."""
+    said, is_ours, ours = last_words(log).rpartition(OURS)
+    if not is_ours:
+        said, ours = ours, f"exit code {code}"
+    return f"{ours}: {said.removesuffix(' / ')}" if said else ours
 
 
 def _setup_remedy(script: str, log: Path) -> str:

@@ -38,10 +38,11 @@ from verl_slurm.slurm.rank_setup import python_of
 from verl_slurm.wire import environment
 from verl_slurm.wire.framing import relay_key, services_token
 from verl_slurm.wire.lead_file import read_lead_address
-from verl_slurm.wire.messages import MAX_REASON, ServiceSaid, Shutdown, ToAgent
+from verl_slurm.wire.messages import MAX_STORY, ServiceSaid, Shutdown, ToAgent
 from verl_slurm.wire.tcp_table import Listener, listener_of
+from verl_slurm_daemon.agent.last_words import last_words
 from verl_slurm_daemon.agent.rank_environment import past_proxies, prepare_environment, set_aside
-from verl_slurm_daemon.descendants import WARNINGS, bury_orphans, child_setup, kill_tree, listen, tail
+from verl_slurm_daemon.descendants import WARNINGS, bury_orphans, child_setup, kill_tree, listen
 from verl_slurm_daemon.link.channel import LeadLink, reach_lead
 from verl_slurm_daemon.link.relay import Streams, open_far_end
 
@@ -111,7 +112,6 @@ _BEFORE_READY_S, _AFTER_READY_S = 0.3, 10.0
 """Between two probes of a service that starts, and of one that runs."""
 _STEADY_S = 600.0
 _BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 30.0
-_TOLD_BYTES = 4000
 _LEAVES_S = 30.0
 """Seconds to wait for the lead's word after the last restart failed."""
 
@@ -197,9 +197,7 @@ class ServiceHost:
     ) -> None:
         facts = {"service": self._name, "index": self._index, "node": self._node, "address": self._address}
         facts |= {"what": what, "restarts": restarts, "seconds": round(seconds, 1)}
-        link.send(
-            msgspec.convert(facts | {"detail": detail[:MAX_REASON], "type": "ServiceSaid"}, ServiceSaid)
-        )
+        link.send(msgspec.convert(facts | {"detail": detail[:MAX_STORY], "type": "ServiceSaid"}, ServiceSaid))
 
     async def _open_relay(self, own_host: str, key: bytes) -> None:
         # With all ranks beside it, nobody on the network needs to reach it.
@@ -294,10 +292,10 @@ class ServiceHost:
         code = await ended
         if problem:
             return 0.0 if ready_at is None else answered - ready_at, problem
-        said = tail(self._log, _TOLD_BYTES).strip().splitlines()
+        said = last_words(self._log)
         # 137: by way of a shell or a container.
         killed = " (SIGKILL: most often lack of memory, see slurm.mem_mb_per_node)" * (code in (-9, 137))
-        detail = f"exit code {code}{killed}" + (f": {said[-1]}" if said else "")
+        detail = f"exit code {code}{killed}" + (f": {said}" if said else "")
         if listener.uid is not None and listener.stranger:
             detail = f"{taken(port, listener).one_line()}; it ended with {detail}"
         return 0.0 if ready_at is None else time.monotonic() - ready_at, detail
