@@ -187,11 +187,29 @@ def test_status_says_why_attempts_could_not_begin_until_one_trains(
     assert (
         "not begun    2 attempts in a row, and the next comes by itself: x is a link: move it back\n" in said
     )
+    append_event(RunPaths(run), "warning", attempt=3, topic="start", text="no answer: tries again in 60 s")
+    assert "not begun    the start waits: no answer: tries again in 60 s\n" in cli("status", run).out
+    (tmp_path / "job.txt").write_text(job.replace("JobState=RUNNING", "JobState=CANCELLED"))
+    assert "not begun" not in cli("status", run).out, "none comes any more"
+    (tmp_path / "job.txt").write_text(job)
     append_event(RunPaths(run), "ended", attempt=3, exit_code=23, exit="", reason="")
     assert "not begun" not in cli("status", run).out, "none comes any more"
     append_event(RunPaths(run), "started", attempt=4)
     append_event(RunPaths(run), "training", attempt=4)
     assert "not begun" not in cli("status", run).out
+
+
+@pytest.mark.parametrize(("restarts", "said"), [(3, False), (8, True)])
+def test_starts_of_which_no_daemon_knows_are_said_of_a_job_that_waits(
+    restarts: int, said: bool, cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm itself requeues a job whose PrologSlurmctld fails, again and again."""
+    run = make_run(tmp_path / "run", "queued", job_id="1").root
+    append_event(RunPaths(run), "started", job_id="1", attempt=1, requeues=2)
+    job = re.sub("Command=.*", f"Command={run}/logs/1.sh", (GOLDEN / "pending.txt").read_text())
+    on_a_cluster_with(job.replace("Restarts=0", f"Restarts={restarts}"), tmp_path, monkeypatch)
+    words = "Slurm has started it 5 times since its last word, in vain"
+    assert (words in cli("status", run).out) is said
 
 
 @pytest.mark.parametrize("state", ["FAILED", "CANCELLED"])

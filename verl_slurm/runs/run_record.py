@@ -115,7 +115,10 @@ def last_job(paths: RunPaths) -> Submission:
 
 def completed(job: Submission, history: History, status: Mapping[str, Any]) -> Submission:
     """Returns the job with a cancel of it, and its Slurm cluster's name, which may be in the snapshot alone."""
-    job = msgspec.structs.replace(job, is_cancelled=history.is_cancelled)
-    if job.slurm or status.get("job_id") != job.job_id:
-        return job
-    return msgspec.structs.replace(job, slurm=str(status.get("slurm") or ""))
+    told = status if status.get("job_id") == job.job_id else {}
+    return msgspec.structs.replace(
+        job,
+        is_cancelled=history.is_cancelled,
+        slurm=job.slurm or str(told.get("slurm") or ""),
+        requeues=max(job.requeues, told.get("requeues", -1)),  # the oldest lines of a long journal are not read
+    )

@@ -215,7 +215,11 @@ def _facts(run: RunPaths, history: History) -> dict[str, Any]:
             else _over_words(run, facts["ended"], answer)
         )
     held, failed, not_begun = history.held, history.start_failed, ""
-    if failed is not None and held is None and not is_over(seen):
+    if held is not None or is_over(seen) or (answer is not None and answer.over):
+        failed = None
+    elif isinstance(seen.last, Warned) and seen.last.topic == "start" and not (answer and answer.waits):
+        failed, not_begun = None, f"the start waits: {seen.last.text}"
+    if failed is not None:
         not_begun = (
             f"{counted(failed.before + 1, 'attempt')} in a row, and the next comes by itself: {failed.detail}"
         )
