@@ -120,5 +120,6 @@ def completed(job: Submission, history: History, status: Mapping[str, Any]) -> S
         job,
         is_cancelled=history.is_cancelled,
         slurm=job.slurm or str(told.get("slurm") or ""),
-        requeues=max(job.requeues, told.get("requeues", -1)),  # the oldest lines of a long journal are not read
+        # The oldest lines of a long journal are not read.
+        requeues=max(job.requeues, told.get("requeues", -1)),
     )
