@@ -342,6 +342,21 @@ def test_the_job_of_a_run_that_was_moved_is_not_called_gone(
     assert f"it is a run's at {tmp_path}/run, which is not here; if that is this run, move it back" in said
 
 
+@pytest.mark.parametrize(("logs", "reached"), [("run/logs", True), ("other/logs", False)])
+def test_a_job_with_the_runs_own_script_is_its_job_after_the_cluster_was_renamed(
+    logs: str, reached: bool, cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", "running", job_id="1").root
+    append_event(RunPaths(run), "submitted", job_id="1", slurm="former")
+    script = tmp_path / logs / f".submission_file_{'0' * 32}.sh"
+    job = re.sub("Command=.*", f"Command={script}", (GOLDEN / "running.txt").read_text())
+    asked = on_a_cluster_with(f"{job}\nClusterName = new\n", tmp_path, monkeypatch)
+    (tmp_path / "bin/squeue").write_text(f"#!/bin/sh\necho '1|RUNNING|None|{script}'\n")
+    assert ("on former" in cli("list", tmp_path).out) is not reached
+    assert ("it is of Slurm cluster former" in cli("status", run).out) is not reached
+    assert (cli("cancel", run).code == ExitCode.OK and asked.exists()) is reached
+
+
 def test_a_job_that_was_submitted_by_another_mount_is_the_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,6 +125,10 @@ def test_a_run_on_another_cluster_is_judged_by_its_journal_and_not_by_a_number(
     for number in ("38", "37"):
         alive = asyncio.run(mine.still_alive(owner(cluster="slurm", job_id=number, slurm="there", attempt=1)))
         assert ("of Slurm cluster there has not ended, and this is here" in alive) is lives
+    # A job that was requeued meanwhile began before the cluster was renamed.
+    again = msgspec.structs.replace(job, restart_count=1)
+    former = owner(cluster="slurm", job_id="38", slurm="there", attempt=1)
+    assert asyncio.run(SlurmAllocation(again, RunConfig(), paths).still_alive(former)) == ""
 
 
 def test_a_number_that_is_another_job_by_now_holds_no_run(

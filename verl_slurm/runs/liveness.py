@@ -107,7 +107,7 @@ def job_state(paths: RunPaths, job: Submission) -> JobState:
     number = job_number(job.job_id)
     if number is None:
         return JobState(state="GONE", over=True, detail="not a Slurm job id")
-    if other := cluster_of_another(job):
+    if other := cluster_of_another(paths.root, job):
         return JobState(state="UNKNOWN", over=False, detail=other)
     try:
         facts = asyncio.run(SlurmClient().job(number))
@@ -181,12 +181,16 @@ def hides_jobs(slurm_conf: Mapping[str, str]) -> bool:
     return not {"jobs", "all"}.isdisjoint(slurm_conf.get("PrivateData", "").lower().split(","))
 
 
-def cluster_of_another(job: Submission) -> str:
+def cluster_of_another(root: Path, job: Submission) -> str:
     """Returns that the job is of another Slurm cluster; empty: it is not, or not known. May raise SlurmMissing."""
-    if not job.slurm:
+    here = asyncio.run(SlurmClient().cluster_name()) if job.slurm else ""
+    if not here or here == job.slurm:
         return ""
-    here = asyncio.run(SlurmClient().cluster_name())
-    return elsewhere(job.slurm, here) if here and here != job.slurm else ""
+    with suppress(NotFound):
+        facts = asyncio.run(SlurmClient().job(job_number(job.job_id) or 0))
+        if not facts.is_over and is_script_of(root, facts.command or ""):
+            return ""  # the cluster has been renamed
+    return elsewhere(job.slurm, here)
 
 
 def elsewhere(cluster: str, here: str) -> str:
@@ -413,7 +417,7 @@ def refuse_living(paths: RunPaths, *, ask_for_unknown: bool = False) -> None:
 
 def _refuse_living_job(paths: RunPaths, history: History, job: Submission) -> None:
     ended = history.has_ended(job.job_id)
-    if job.cluster == "slurm" and not ended and (other := cluster_of_another(job)):
+    if job.cluster == "slurm" and not ended and (other := cluster_of_another(paths.root, job)):
         # A cancel of a job that waits leaves no other word.
         if history.is_cancelled:
             return

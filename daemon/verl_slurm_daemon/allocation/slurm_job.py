@@ -421,10 +421,12 @@ class SlurmAllocation(Allocation):
     async def still_alive(self, owner: RunOwner) -> str:
         if owner.cluster != self.cluster:
             return ""
-        if owner.slurm and self._job.cluster not in (None, owner.slurm):
-            return await self._lives_elsewhere(owner)
-        if owner.job_id == self.job_id:
+        is_elsewhere = bool(owner.slurm) and self._job.cluster not in (None, owner.slurm)
+        # A job that was requeued may have begun before the cluster was renamed.
+        if owner.job_id == self.job_id and (self.restart or not is_elsewhere):
             return ""  # our own former attempt; the attempt fences off what may still run of it
+        if is_elsewhere:
+            return await self._lives_elsewhere(owner)
         silent, leaving = iter(_ASK_AGAIN_S), iter(_LEAVING_S)
         while True:
             try:
