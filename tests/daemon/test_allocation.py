@@ -21,6 +21,7 @@ from verl_slurm_daemon.lead import attempt_start
 
 from tests.builders import new_run, owner
 from verl_slurm.base.errors import NotFound, SlurmMissing, VerlSlurmError
+from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import birth_of
 from verl_slurm.config.schema import RunConfig
@@ -290,6 +291,26 @@ def test_of_a_job_that_slurm_ends_already_nothing_is_asked_at_its_end(
     assert asyncio.run(mine.cause("SIGTERM to lead")).kind == "cancel"
     assert asyncio.run(mine.withdraw()) == ""
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("conf", "codes"),
+    [
+        ({}, {0: 0, 21: 21, 25: 25}),
+        ({"RequeueExit": "(null)", "RequeueExitHold": "(null)"}, {0: 0, 21: 21, 25: 25}),
+        ({"RequeueExit": "0-24,30", "RequeueExitHold": "25,64-65"}, {0: 0, 21: 66, 25: 66, 26: 26}),
+        ({"RequeueExit": "1-255"}, {0: 0, 21: 21}),
+    ],
+)
+def test_a_job_leaves_with_a_code_that_the_site_neither_starts_again_nor_holds(
+    conf: dict[str, str], codes: dict[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slurm:
+        async def config_and_time(self) -> tuple[dict[str, str], None]:
+            return conf, None
+
+    mine = in_job_37(Slurm(), tmp_path, monkeypatch)
+    assert {code: asyncio.run(mine.exit_code(ExitCode(code))) for code in codes} == codes
 
 
 def test_the_next_life_of_an_expedited_job_is_not_forbidden_its_requeue(
