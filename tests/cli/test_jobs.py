@@ -220,6 +220,12 @@ def test_a_job_that_is_over_by_slurm_goes_on_by_submit_whatever_the_journal_has(
     run = make_run(tmp_path / "run", kind, job_id="1").root
     job = re.sub("Command=.*", f"Command={run}/logs/1.sh", (GOLDEN / "running.txt").read_text())
     on_a_cluster_with(re.sub(r"JobState=\S+", f"JobState={state}", job), tmp_path, monkeypatch)
+    silent = cli("status", run).out
+    assert ("its script wrote nothing: " in silent) is (state == "FAILED"), (
+        "no TaskProlog kept it from its start"
+    )
+    (run / "logs").mkdir()
+    (run / "logs/1_0_log.out").touch()
     said = cli("status", run).out
     assert f"the job is over ({state}); see verl-slurm logs {run}; verl-slurm submit {run} goes on" in said
     assert "goes on by itself" not in said

@@ -85,7 +85,7 @@ def logs(
                 # The ranks of a start that has just begun have printed nothing yet; -f waits for them.
                 return None
 
-        _lead_log(run)  # raises if there is no job yet
+        lead_log(run)  # raises if there is no job yet
         for path, line in follow_newest(run.logs, newest, num_lines):
             show(path, line)
         return
@@ -155,7 +155,7 @@ def _node_of(run: RunPaths, rank: int) -> int:
 
 def _newest(run: RunPaths, node: int | None, agent: bool, service: str | None) -> Path:
     if node is None and service is None:
-        path = _lead_log(run)
+        path = lead_log(run)
         if path.exists():
             return path
         raise NotFound(
@@ -182,7 +182,7 @@ def _rank_logs(run: RunPaths) -> list[Path]:
     return list(run.logs.glob("*.log"))
 
 
-def _lead_log(run: RunPaths) -> Path:
+def lead_log(run: RunPaths) -> Path:
     job_id = last_job(run).job_id  # from the journal: in a run that was handed over it may name any path
     return run.logs / f"{job_id.replace('/', '_')}_0_log.out"
 

@@ -20,6 +20,7 @@ from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.lost import former_checkpoint, gone_back, lost_rollouts, missing_in_tiers
 from verl_slurm.cli.command_options import PLACE, RUN, Whole, command, option
+from verl_slurm.cli.run.logs import lead_log
 from verl_slurm.cli.show import render, run_tables, story
 from verl_slurm.cli.show.render import ago, span
 from verl_slurm.config.load import is_run, load_resolved
@@ -242,9 +243,13 @@ def _over_words(run: RunPaths, ended: str | None, answer: JobState) -> str:
     # The journal's own word is that of the attempt before.
     # It was killed, or failed before its daemon ran.
     before = "its requeue was asked for, and" if ended else "without a word of its daemon:"
+    see = f"see verl-slurm logs {shell_word(run.root)}"
+    if answer.state == "FAILED" and not lead_log(run).exists():
+        see = (
+            "its script wrote nothing: its node did not see RUN, or slurmd's log there says why (TaskProlog?)"
+        )
     return (
-        f"{before} the job is over ({answer.state}); see verl-slurm logs {shell_word(run.root)}; "
-        f"verl-slurm submit {shell_word(run.root)} goes on"
+        f"{before} the job is over ({answer.state}); {see}; verl-slurm submit {shell_word(run.root)} goes on"
     )
 
 
