@@ -504,6 +504,9 @@ def test_a_cancel_that_slurm_never_answers_says_that_the_run_goes_on(
         SlurmMissing, match="its job goes on.*Unable to contact.*verl-slurm cancel .* again once"
     ):
         cancel_run(run, patience_s=0)
+    append_event(run, "ended", attempt=1, job_id="1", exit_code=0, exit="OK", reason="")
+    with pytest.raises(SlurmMissing, match="has ended: nothing is done.*Unable to contact"):
+        cancel_run(run, patience_s=0)
 
 
 @pytest.mark.scenario("SEC14")

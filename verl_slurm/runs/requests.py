@@ -15,7 +15,7 @@ from verl_slurm.config.load import load_resolved
 from verl_slurm.journal.events import CancelAsked, Ended, Event, RequeueAsked
 from verl_slurm.journal.files import append_event, read_history
 from verl_slurm.journal.history import Submission
-from verl_slurm.runs.glance import glance
+from verl_slurm.runs.glance import glance, is_over
 from verl_slurm.runs.liveness import (
     ANOTHERS,
     HIDDEN,
@@ -60,8 +60,9 @@ def cancel_run(run: RunPaths, *, patience_s: float = _PATIENCE_S) -> str:
                 raise
             asked = read_history(run).is_cancelled
             if time.monotonic() >= until:
+                goes_on = "the run is not cancelled, and its job goes on"
                 raise SlurmMissing(
-                    "the run is not cancelled, and its job goes on",
+                    f"{run.root.name} has ended: nothing is done" if is_over(glance(run.root)) else goes_on,
                     where=run.root,
                     found=f"{error.what}: {error.where}: {error.found}",
                     expected="an answer from slurmctld",
