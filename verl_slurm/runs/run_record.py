@@ -113,6 +113,12 @@ def last_job(paths: RunPaths) -> Submission:
     return completed(found, history, read_status(paths))
 
 
+def lead_log(paths: RunPaths) -> Path:
+    """Returns where the newest job's lead writes; NotFound: there was none."""
+    job_id = last_job(paths).job_id  # from the journal: in a run that was handed over it may name any path
+    return paths.logs / f"{job_id.replace('/', '_')}_0_log.out"
+
+
 def completed(job: Submission, history: History, status: Mapping[str, Any]) -> Submission:
     """Returns the job with a cancel of it, and its Slurm cluster's name, which may be in the snapshot alone."""
     told = status if status.get("job_id") == job.job_id else {}

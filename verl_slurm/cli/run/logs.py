@@ -19,7 +19,7 @@ from verl_slurm.checkpoint.store.run_config import keys_for
 from verl_slurm.cli.command_options import RUN, Whole, command, flag, key_option, option
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load_resolved
-from verl_slurm.runs.run_record import last_job
+from verl_slurm.runs.run_record import lead_log
 from verl_slurm.runtime_state.samples import StepSamples, best_and_worst, read_samples
 
 # Maximum bytes of a line that are read at once.
@@ -180,11 +180,6 @@ def _newest(run: RunPaths, node: int | None, agent: bool, service: str | None) -
 
 def _rank_logs(run: RunPaths) -> list[Path]:
     return list(run.logs.glob("*.log"))
-
-
-def lead_log(run: RunPaths) -> Path:
-    job_id = last_job(run).job_id  # from the journal: in a run that was handed over it may name any path
-    return run.logs / f"{job_id.replace('/', '_')}_0_log.out"
 
 
 _MOST_LINES = 30

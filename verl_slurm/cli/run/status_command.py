@@ -20,7 +20,6 @@ from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.lost import former_checkpoint, gone_back, lost_rollouts, missing_in_tiers
 from verl_slurm.cli.command_options import PLACE, RUN, Whole, command, option
-from verl_slurm.cli.run.logs import lead_log
 from verl_slurm.cli.show import render, run_tables, story
 from verl_slurm.cli.show.render import ago, span
 from verl_slurm.config.load import is_run, load_resolved
@@ -43,7 +42,7 @@ from verl_slurm.runs.glance import (
     state_of,
 )
 from verl_slurm.runs.liveness import JobState, job_state, requeued_words, unknown_jobs, was_requeued
-from verl_slurm.runs.run_record import has_ledger, require_run
+from verl_slurm.runs.run_record import has_ledger, lead_log, require_run
 from verl_slurm.wire.reward_plan import read_reward_plan, read_reward_request
 
 # Characters of a bar or a curve.
