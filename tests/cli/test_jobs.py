@@ -191,11 +191,29 @@ def test_status_says_why_attempts_could_not_begin_until_one_trains(
     assert (
         "not begun    2 attempts in a row, and the next comes by itself: x is a link: move it back\n" in said
     )
+    append_event(RunPaths(run), "warning", attempt=3, topic="start", text="no answer: tries again in 60 s")
+    assert "not begun    the start waits: no answer: tries again in 60 s\n" in cli("status", run).out
+    (tmp_path / "job.txt").write_text(job.replace("JobState=RUNNING", "JobState=CANCELLED"))
+    assert "not begun" not in cli("status", run).out, "none comes any more"
+    (tmp_path / "job.txt").write_text(job)
     append_event(RunPaths(run), "ended", attempt=3, exit_code=23, exit="", reason="")
     assert "not begun" not in cli("status", run).out, "none comes any more"
     append_event(RunPaths(run), "started", attempt=4)
     append_event(RunPaths(run), "training", attempt=4)
     assert "not begun" not in cli("status", run).out
+
+
+@pytest.mark.parametrize(("restarts", "said"), [(3, False), (8, True)])
+def test_starts_of_which_no_daemon_knows_are_said_of_a_job_that_waits(
+    restarts: int, said: bool, cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm itself requeues a job whose PrologSlurmctld fails, again and again."""
+    run = make_run(tmp_path / "run", "queued", job_id="1").root
+    append_event(RunPaths(run), "started", job_id="1", attempt=1, requeues=2)
+    job = re.sub("Command=.*", f"Command={run}/logs/1.sh", (GOLDEN / "pending.txt").read_text())
+    on_a_cluster_with(job.replace("Restarts=0", f"Restarts={restarts}"), tmp_path, monkeypatch)
+    words = "Slurm has started it 5 times since its last word, in vain"
+    assert (words in cli("status", run).out) is said
 
 
 @pytest.mark.parametrize("state", ["FAILED", "CANCELLED"])
@@ -206,6 +224,12 @@ def test_a_job_that_is_over_by_slurm_goes_on_by_submit_whatever_the_journal_has(
     run = make_run(tmp_path / "run", kind, job_id="1").root
     job = re.sub("Command=.*", f"Command={run}/logs/1.sh", (GOLDEN / "running.txt").read_text())
     on_a_cluster_with(re.sub(r"JobState=\S+", f"JobState={state}", job), tmp_path, monkeypatch)
+    silent = cli("status", run).out
+    assert ("its script wrote nothing: " in silent) is (state == "FAILED"), (
+        "no TaskProlog kept it from its start"
+    )
+    (run / "logs").mkdir()
+    (run / "logs/1_0_log.out").touch()
     said = cli("status", run).out
     assert f"the job is over ({state}); see verl-slurm logs {run}; verl-slurm submit {run} goes on" in said
     assert "goes on by itself" not in said
@@ -326,6 +350,21 @@ def test_the_job_of_a_run_that_was_moved_is_not_called_gone(
     said = cli("status", run).out
     assert "GONE" not in said
     assert f"it is a run's at {tmp_path}/run, which is not here; if that is this run, move it back" in said
+
+
+@pytest.mark.parametrize(("logs", "reached"), [("run/logs", True), ("other/logs", False)])
+def test_a_job_with_the_runs_own_script_is_its_job_after_the_cluster_was_renamed(
+    logs: str, reached: bool, cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", "running", job_id="1").root
+    append_event(RunPaths(run), "submitted", job_id="1", slurm="former")
+    script = tmp_path / logs / f".submission_file_{'0' * 32}.sh"
+    job = re.sub("Command=.*", f"Command={script}", (GOLDEN / "running.txt").read_text())
+    asked = on_a_cluster_with(f"{job}\nClusterName = new\n", tmp_path, monkeypatch)
+    (tmp_path / "bin/squeue").write_text(f"#!/bin/sh\necho '1|RUNNING|None|{script}'\n")
+    assert ("on former" in cli("list", tmp_path).out) is not reached
+    assert ("it is of Slurm cluster former" in cli("status", run).out) is not reached
+    assert (cli("cancel", run).code == ExitCode.OK and asked.exists()) is reached
 
 
 def test_a_job_that_was_submitted_by_another_mount_is_the_runs(
@@ -468,6 +507,9 @@ def test_a_cancel_that_slurm_never_answers_says_that_the_run_goes_on_or_may(
     run = of_a_run(tmp_path, monkeypatch)
     (tmp_path / "bin" / program).write_text(f"#!/bin/sh\n{SILENCE}\n")
     with pytest.raises(SlurmMissing, match=f"{what}.*Unable to contact.*verl-slurm cancel .* again once"):
+        cancel_run(run, patience_s=0)
+    append_event(run, "ended", attempt=1, job_id="1", exit_code=0, exit="OK", reason="")
+    with pytest.raises(SlurmMissing, match="has ended: nothing is done.*Unable to contact"):
         cancel_run(run, patience_s=0)
 
 

@@ -21,6 +21,7 @@ from verl_slurm_daemon.lead import attempt_start
 
 from tests.builders import new_run, owner
 from verl_slurm.base.errors import NotFound, SlurmMissing, VerlSlurmError
+from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import birth_of
 from verl_slurm.config.schema import RunConfig
@@ -125,6 +126,10 @@ def test_a_run_on_another_cluster_is_judged_by_its_journal_and_not_by_a_number(
     for number in ("38", "37"):
         alive = asyncio.run(mine.still_alive(owner(cluster="slurm", job_id=number, slurm="there", attempt=1)))
         assert ("of Slurm cluster there has not ended, and this is here" in alive) is lives
+    # A job that was requeued meanwhile began before the cluster was renamed.
+    again = msgspec.structs.replace(job, restart_count=1)
+    former = owner(cluster="slurm", job_id="38", slurm="there", attempt=1)
+    assert asyncio.run(SlurmAllocation(again, RunConfig(), paths).still_alive(former)) == ""
 
 
 def test_a_number_that_is_another_job_by_now_holds_no_run(
@@ -293,6 +298,26 @@ def test_of_a_job_that_slurm_ends_already_nothing_is_asked_at_its_end(
     assert asyncio.run(mine.cause("SIGTERM to lead")).kind == "cancel"
     assert asyncio.run(mine.withdraw()) == ""
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("conf", "codes"),
+    [
+        ({}, {0: 0, 21: 21, 25: 25}),
+        ({"RequeueExit": "(null)", "RequeueExitHold": "(null)"}, {0: 0, 21: 21, 25: 25}),
+        ({"RequeueExit": "0-24,30", "RequeueExitHold": "25,64-65"}, {0: 0, 21: 66, 25: 66, 26: 26}),
+        ({"RequeueExit": "1-255"}, {0: 0, 21: 21}),
+    ],
+)
+def test_a_job_leaves_with_a_code_that_the_site_neither_starts_again_nor_holds(
+    conf: dict[str, str], codes: dict[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slurm:
+        async def config_and_time(self) -> tuple[dict[str, str], None]:
+            return conf, None
+
+    mine = in_job_37(Slurm(), tmp_path, monkeypatch)
+    assert {code: asyncio.run(mine.exit_code(ExitCode(code))) for code in codes} == codes
 
 
 def test_the_next_life_of_an_expedited_job_is_not_forbidden_its_requeue(

@@ -1,5 +1,6 @@
 """What is asked of sbatch for a run; that Slurm takes it: tests/slurm_cluster/test_templates.py."""
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def run_waiting(
     says: str = "",
     then: str = "",
 ) -> tuple[int, str, str]:
-    """Runs a script for which Python's directory, or the run's, comes with the `late`-th second.
+    """Runs a script for which Python's directory, the run's, or srun comes with the `late`-th second.
 
     Slurm is silent the first `silent` times, `says` an error of each requeue, and shows the state `then` after one.
 
@@ -64,9 +65,14 @@ def run_waiting(
     run.run_yaml.touch()
     (place / "there").mkdir()
     there = {"python": program.parent, "run": run.root}
-    if missing == "run":
+    # This machine may have a Slurm of its own.
+    for tool in ("bash", "date", "ln", "mkdir", "sh", "touch", "wc"):
+        (bin_ / tool).symlink_to(str(shutil.which(tool)))
+    (bin_ / "srun").symlink_to(bin_ / "sh")
+    there["srun"] = bin_ / "srun"
+    if missing != "python":
         program.parent.symlink_to(place / "there")
-        run.root.rename(place / "unmounted")
+        there[missing].rename(place / "unmounted")
     source = "there" if missing == "python" else "unmounted"
     tick = f"""#!/bin/sh
 echo >> "$0.ticks"
@@ -80,17 +86,23 @@ echo >> "$0.ticks"
         path.write_text(text)
         path.chmod(0o755)
     script = "\n".join(["set -euo pipefail", *awaiting(str(program), run), f"exec '{program}'"])
-    environ = {"PATH": f"{bin_}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "STATE": state}
+    environ = {"PATH": str(bin_), "SLURM_JOB_ID": "7", "STATE": state}
     environ |= {"SILENT": str(silent), "SAYS": says, "THEN": then}
     environ |= {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
-    done = subprocess.run(["bash", "-c", script], env=environ, capture_output=True, text=True, check=False)
+    words = [str(bin_ / "bash"), "-c", script]
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False)
     asked, log = bin_ / "scontrol.asked", run.logs / "7_0_log.out"
     said = log.read_text() if log.exists() else done.stdout
     return done.returncode, said + done.stderr, asked.read_text() if asked.exists() else ""
 
 
 @pytest.mark.parametrize(
-    ("missing", "words"), [("python", "away dir/python: No such file or directory"), ("run", "")]
+    ("missing", "words"),
+    [
+        ("python", "away dir/python: No such file or directory"),
+        ("run", ""),
+        ("srun", "type: srun: not found"),
+    ],
 )
 def test_a_script_waits_for_what_comes_late_and_writes_into_the_runs_log(
     tmp_path: Path, missing: str, words: str

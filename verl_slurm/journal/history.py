@@ -214,6 +214,8 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     """By `submit` or a lead, so that its script and its output lie in RUN/logs. False: not known."""
     heard_at: float | None = None
     """When its newest event was written; None: not known."""
+    requeues: int = -1
+    """Of it before its newest start that could write; -1: there is none."""
     is_cancelled: bool = False
     """`verl-slurm cancel` was the last that became of it. It counts where nothing else can tell."""
 
@@ -395,7 +397,10 @@ class History:
             slurm, by_us = self._known_jobs.get(job_id, ("", False))
             if self.job is None or job_id != self.job.job_id:
                 self.job = Submission(job_id=job_id, cluster=self._cluster, host=self._host)
-            self.job = msgspec.structs.replace(self.job, slurm=slurm, queued_by_us=by_us, heard_at=event.at)
+            requeues = event.requeues if isinstance(event, ev.Started) else self.job.requeues
+            self.job = msgspec.structs.replace(
+                self.job, slurm=slurm, queued_by_us=by_us, heard_at=event.at, requeues=requeues
+            )
 
     def _is_late(self, event: ev.Submitted) -> bool:
         # The command writes it after sbatch has answered, and may have been stopped in between: its job has ended, and

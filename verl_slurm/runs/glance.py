@@ -35,6 +35,7 @@ from verl_slurm.runs.liveness import (
     hides_jobs,
     is_anothers,
     is_held,
+    is_script_of,
     job_number,
     job_state,
     needed_change,
@@ -333,11 +334,12 @@ def _ask(runs: Iterable[Glance], ended: Sequence[Glance]) -> tuple[dict[Path, Se
         if job is None:
             seen[run.root] = _unnamed(run.root, unnamed)
             continue
-        if here and job.slurm and job.slurm != here:
-            seen[run.root] = Seen(None, detail=elsewhere(job.slurm, here))
-            continue
         # squeue lists what is not over, so a job that is missing is gone.
         state, reason, script, where, comment = _row(states, job)
+        # One with the run's own script is its job: the cluster has been renamed.
+        if here and job.slurm not in ("", here) and not is_script_of(run.root, script):
+            seen[run.root] = Seen(None, detail=elsewhere(job.slurm, here))
+            continue
         # Its number may be another job's by now, so for once `scontrol show job` is asked as well.
         if script and not runs_here(run.root, script, where):
             answer = _job_state(run)

@@ -15,7 +15,7 @@ import psutil
 from verl_slurm.base.errors import Fenced, NotFound, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.fence import read_copy, read_owner
-from verl_slurm.base.one_line import shell_word
+from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import KnownProcess
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
@@ -56,7 +56,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     way_on: str = ""
     """How a job goes on that stands until somebody acts; empty: it does not stand still. Also in `detail`."""
     left: str = ""
-    """What its batch script said of a start that it left, since when the journal has no news of the job."""
+    """What is known of starts since when the journal has no news of the job: its batch script's words, or Slurm's."""
     since: datetime | None = None
     """When it last began to run; None: it waits, or leaves its nodes."""
     starts: datetime | None = None
@@ -107,7 +107,7 @@ def job_state(paths: RunPaths, job: Submission) -> JobState:
     number = job_number(job.job_id)
     if number is None:
         return JobState(state="GONE", over=True, detail="not a Slurm job id")
-    if other := cluster_of_another(job):
+    if other := cluster_of_another(paths.root, job):
         return JobState(state="UNKNOWN", over=False, detail=other)
     try:
         facts = asyncio.run(SlurmClient().job(number))
@@ -124,13 +124,14 @@ def job_state(paths: RunPaths, job: Submission) -> JobState:
             return JobState(state="UNKNOWN", over=False, detail=told)
         return JobState(state="GONE", over=True, detail=ANOTHERS)
     waits, (words, stands) = facts.is_waiting, what_next(facts)
+    unheard = unheard_starts(facts, job.requeues) if waits else ""
     return JobState(
         state=facts.state,
         over=facts.is_over,
         waits=waits,
-        detail="; ".join(filter(None, (facts.reason, facts.comment if waits else "", words))),
+        detail="; ".join(filter(None, (facts.reason, facts.comment if waits else "", unheard, words))),
         way_on=words if stands else "",
-        left=start_left(facts.comment, job.heard_at) if waits else "",
+        left=(start_left(facts.comment, job.heard_at) or unheard) if waits else "",
         since=None if waits or facts.is_over or facts.state == "COMPLETING" else facts.start_time,
         starts=facts.start_time if waits else None,
         ends=facts.end_time if facts.is_running else None,
@@ -145,6 +146,14 @@ def start_left(comment: str, heard_at: float | None) -> str:
         when = datetime.fromisoformat(said.partition(" ")[0]).timestamp()
         said = "" if heard_at is not None and when + 60.0 <= heard_at else said
     return f"waits for its next start, since the last one could not begin: {said}" if said else ""
+
+
+def unheard_starts(facts: JobFacts, requeues: int) -> str:
+    """Says how often Slurm has started a job since the start after so many requeues; empty: it has not. Pure."""
+    starts = counted(facts.restarts - requeues - 1, "time")
+    words = f"Slurm has started it {starts} since its last word, in vain: before its daemon began, it was requeued"
+    why = f"slurmctld's log says why ({facts.target}), e.g. a node or a PrologSlurmctld that failed"
+    return f"{words}; {why}" if facts.restarts > requeues + 1 else ""
 
 
 def was_requeued(ended_at: float | None, state: JobState) -> bool:
@@ -172,12 +181,16 @@ def hides_jobs(slurm_conf: Mapping[str, str]) -> bool:
     return not {"jobs", "all"}.isdisjoint(slurm_conf.get("PrivateData", "").lower().split(","))
 
 
-def cluster_of_another(job: Submission) -> str:
+def cluster_of_another(root: Path, job: Submission) -> str:
     """Returns that the job is of another Slurm cluster; empty: it is not, or not known. May raise SlurmMissing."""
-    if not job.slurm:
+    here = asyncio.run(SlurmClient().cluster_name()) if job.slurm else ""
+    if not here or here == job.slurm:
         return ""
-    here = asyncio.run(SlurmClient().cluster_name())
-    return elsewhere(job.slurm, here) if here and here != job.slurm else ""
+    with suppress(NotFound):
+        facts = asyncio.run(SlurmClient().job(job_number(job.job_id) or 0))
+        if not facts.is_over and is_script_of(root, facts.command or ""):
+            return ""  # the cluster has been renamed
+    return elsewhere(job.slurm, here)
 
 
 def elsewhere(cluster: str, here: str) -> str:
@@ -406,7 +419,7 @@ def refuse_living(paths: RunPaths, *, ask_for_unknown: bool = False) -> None:
 
 def _refuse_living_job(paths: RunPaths, history: History, job: Submission) -> None:
     ended = history.has_ended(job.job_id)
-    if job.cluster == "slurm" and not ended and (other := cluster_of_another(job)):
+    if job.cluster == "slurm" and not ended and (other := cluster_of_another(paths.root, job)):
         # A cancel of a job that waits leaves no other word.
         if history.is_cancelled:
             return

@@ -15,7 +15,7 @@ from verl_slurm.config.load import load_resolved
 from verl_slurm.journal.events import CancelAsked, Ended, Event, RequeueAsked
 from verl_slurm.journal.files import append_event, read_history
 from verl_slurm.journal.history import Submission
-from verl_slurm.runs.glance import glance
+from verl_slurm.runs.glance import glance, is_over
 from verl_slurm.runs.liveness import (
     ANOTHERS,
     HIDDEN,
@@ -60,11 +60,13 @@ def cancel_run(run: RunPaths, *, patience_s: float = _PATIENCE_S) -> str:
                 raise
             asked = read_history(run).is_cancelled
             if time.monotonic() >= until:
+                what = "the run is not cancelled, and its job goes on"
+                if is_over(glance(run.root)):
+                    what = f"{run.root.name} has ended: nothing is done"
+                elif asked:  # a request that got no answer may be taken later
+                    what = "Slurm may have taken the cancel, and has not answered"
                 raise SlurmMissing(
-                    # A request that got no answer may be taken later.
-                    "Slurm may have taken the cancel, and has not answered"
-                    if asked
-                    else "the run is not cancelled, and its job goes on",
+                    what,
                     where=run.root,
                     found=f"{error.what}: {error.where}: {error.found}",
                     expected="an answer from slurmctld",

@@ -113,9 +113,19 @@ def last_job(paths: RunPaths) -> Submission:
     return completed(found, history, read_status(paths))
 
 
+def lead_log(paths: RunPaths) -> Path:
+    """Returns where the newest job's lead writes; NotFound: there was none."""
+    job_id = last_job(paths).job_id  # from the journal: in a run that was handed over it may name any path
+    return paths.logs / f"{job_id.replace('/', '_')}_0_log.out"
+
+
 def completed(job: Submission, history: History, status: Mapping[str, Any]) -> Submission:
     """Returns the job with a cancel of it, and its Slurm cluster's name, which may be in the snapshot alone."""
-    job = msgspec.structs.replace(job, is_cancelled=history.is_cancelled)
-    if job.slurm or status.get("job_id") != job.job_id:
-        return job
-    return msgspec.structs.replace(job, slurm=str(status.get("slurm") or ""))
+    told = status if status.get("job_id") == job.job_id else {}
+    return msgspec.structs.replace(
+        job,
+        is_cancelled=history.is_cancelled,
+        slurm=job.slurm or str(told.get("slurm") or ""),
+        # The oldest lines of a long journal are not read.
+        requeues=max(job.requeues, told.get("requeues", -1)),
+    )

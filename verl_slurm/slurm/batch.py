@@ -86,8 +86,10 @@ def awaiting(python: str, paths: RunPaths) -> list[str]:
     there = ["test", "-e", str(paths.run_yaml)], ["mkdir", "-p", str(paths.logs)]
     commands = *map(shlex.join, there), f"touch {log}"
     installed = shlex.join([python, "-P", "-c", "import verl_slurm_daemon, verl_slurm"])
-    waits = [f"verl_slurm_await {command}" for command in (*commands, installed)]
-    return [AWAIT, *waits[:-1], f"exec >>{log} 2>&1", waits[-1]]
+    # Without these two the lead starts nothing, and can ask for no other start; PATH is that of the login node.
+    needed = "type scontrol", "type srun", installed
+    waits = [f"verl_slurm_await {command}" for command in (*commands, *needed)]
+    return [AWAIT, *waits[:3], f"exec >>{log} 2>&1", *waits[3:]]
 
 
 def sbatch_parameters(

@@ -16,6 +16,7 @@ It needs a new enough sbatch and `SlurmctldParameters=enable_expedited_requeue`;
 Both are read; no version is compared.
 """
 
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
@@ -94,6 +95,14 @@ def is_answer(done: Completed) -> bool:
     said = done.stderr.lower()
     # Below 0: a signal killed the command, which says nothing about slurmctld.
     return done.exit_code >= 0 and not any(words in said for words in _NO_ANSWER)
+
+
+def lasting_exit(code: int, conf: Mapping[str, str]) -> int:
+    """Returns the exit code, or another one in its place that this site lets a job end with. Pure."""
+    listed = ",".join(conf.get(name, "") for name in ("RequeueExit", "RequeueExitHold"))
+    ranges = re.findall(r"([0-9]{1,3})(?:-([0-9]{1,3}))?", listed)
+    again = {one for first, last in ranges for one in range(int(first), int(last or first) + 1)}
+    return next((one for one in (code, *range(64, 256)) if one == 0 or one not in again), code)
 
 
 def names_expedite(sbatch_help: str) -> bool:

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
+from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.fence import RunOwner
 from verl_slurm.journal.events import StartOverruled
 from verl_slurm.journal.history import History
@@ -96,6 +97,10 @@ class Allocation(Protocol):
             clean: as far as the lead knows, none of our processes is left on any node.
         """
         return None
+
+    async def exit_code(self, code: ExitCode) -> int:
+        """Returns the code to leave with in the place of `code`, one that has the scheduler start nothing again."""
+        return int(code)
 
     async def withdraw(self) -> str:
         """Has the scheduler neither start nor hold a finished run again. Returns what came of it, or nothing."""

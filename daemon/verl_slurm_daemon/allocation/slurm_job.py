@@ -31,7 +31,7 @@ from verl_slurm.journal.history import History, cancelled_task
 from verl_slurm.runs.liveness import may_be_of
 from verl_slurm.slurm.cause import WARNING_SLACK_S, Trigger, decide_cause
 from verl_slurm.slurm.facts import JobFacts
-from verl_slurm.slurm.requeue_rules import sparable
+from verl_slurm.slurm.requeue_rules import lasting_exit, sparable
 from verl_slurm.slurm.slurm_client import SlurmClient
 from verl_slurm.slurm.slurm_environment import SlurmJob
 from verl_slurm_daemon.allocation.contract import Allocation, Avoided, Outlook, StepPlacement
@@ -126,6 +126,7 @@ class SlurmAllocation(Allocation):
         self._job, self._config, self._paths = job, config, paths
         self._client = SlurmClient()
         self._clock = SlurmClock()
+        self._conf: dict[str, str] = {}
         self._kill_wait_s = 30.0  # Slurm's default, until slurmctld has given its value
         self._epilog_s = 0.0
         self._heard, self._leaves_at_once = False, leaves_at_once
@@ -150,12 +151,18 @@ class SlurmAllocation(Allocation):
     async def _hear(self) -> None:
         """Asks for Slurm's time, and for how long a job takes to leave its nodes."""
         with contextlib.suppress(VerlSlurmError, ValueError, LookupError):
-            conf, date = await self._client.config_and_time()
+            self._conf, date = await self._client.config_and_time()
             self._clock.hear(date)
             self._heard = date is not None
             # `(null)`: none is configured.
-            self._epilog_s = 0.0 if conf.get("Epilog", "(null)") == "(null)" else _EPILOG_S
-            self._kill_wait_s = float(conf["KillWait"].split()[0])
+            self._epilog_s = 0.0 if self._conf.get("Epilog", "(null)") == "(null)" else _EPILOG_S
+            self._kill_wait_s = float(self._conf["KillWait"].split()[0])
+
+    async def _hear_in_time(self) -> None:
+        # Bounded, because TERM may have come.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WORD_S):
+                await self._hear()
 
     def now(self) -> float:
         return self._clock.now().timestamp()
@@ -226,11 +233,9 @@ class SlurmAllocation(Allocation):
 
     async def requeue(self, delay_s: int | None = None, *, hold: bool = False) -> RequeueAnswered | str:
         self._delay_s = self._config.daemon.requeue_delay_s if delay_s is None else delay_s
-        # The start time is by slurmctld's clock; a node's may be minutes off. Bounded, because TERM may have come.
+        # The start time is by slurmctld's clock; a node's may be minutes off.
         if not self._heard:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LAST_WORD_S):
-                    await self._hear()
+            await self._hear_in_time()
         try:
             outcome = await self._client.requeue(
                 self._job.job_id,
@@ -322,6 +327,11 @@ class SlurmAllocation(Allocation):
         held = f"; it is held until somebody says: scontrol release {number}" if hold else ""
         said = f"job {number} is queued and follows this one: {why}{held}"
         return RequeueAnswered(ExitCode.REQUEUED, said)
+
+    async def exit_code(self, code: ExitCode) -> int:
+        if not self._conf:  # a start that was refused has not asked yet
+            await self._hear_in_time()
+        return lasting_exit(int(code), self._conf)
 
     async def withdraw(self) -> str:
         if self._ends_at < math.inf:
@@ -421,10 +431,12 @@ class SlurmAllocation(Allocation):
     async def still_alive(self, owner: RunOwner) -> str:
         if owner.cluster != self.cluster:
             return ""
-        if owner.slurm and self._job.cluster not in (None, owner.slurm):
-            return await self._lives_elsewhere(owner)
-        if owner.job_id == self.job_id:
+        is_elsewhere = bool(owner.slurm) and self._job.cluster not in (None, owner.slurm)
+        # A job that was requeued may have begun before the cluster was renamed.
+        if owner.job_id == self.job_id and (self.restart or not is_elsewhere):
             return ""  # our own former attempt; the attempt fences off what may still run of it
+        if is_elsewhere:
+            return await self._lives_elsewhere(owner)
         silent, leaving = iter(_ASK_AGAIN_S), iter(_LEAVING_S)
         while True:
             try:

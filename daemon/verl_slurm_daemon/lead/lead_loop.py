@@ -218,6 +218,9 @@ class Lead:
         # Not where Slurm took no requeue: it may still start the job by itself, and that is welcome.
         elif code is not ExitCode.REQUEUE_FAILED and (said := await self._allocation.withdraw()):
             journal.write(ev.Notice("Slurm", said))
+        if (left := await self._allocation.exit_code(code)) != code:
+            site = f"by slurm.conf a job that ends with {int(code)} starts again, or is held (RequeueExit...)"
+            journal.write(ev.Notice("Slurm", f"{site}: this one ends with {left}"))
         try:
             ours = mine is None or await attempt_start.answered(lambda: read_owner(self._paths)) == mine
         except OSError:  # it cannot be told; the attempt is in the line
@@ -497,13 +500,14 @@ def run_lead(root: Path, hostfile: Path | None = None) -> NoReturn:
             if hostfile is None and (job := SlurmJob.from_environ(dict(os.environ))) is not None:
                 await SlurmAllocation(job, RunConfig(), RunPaths(root)).withdraw()
             raise
-        _leave(await Lead(*ground).run(), ground.allocation)
+        code = await Lead(*ground).run()
+        _leave(code, ground.allocation, await ground.allocation.exit_code(code))
 
     asyncio.run(live())
     raise AssertionError("unreachable")
 
 
-def _leave(code: ExitCode, allocation: Allocation) -> NoReturn:
+def _leave(code: ExitCode, allocation: Allocation, left: int) -> NoReturn:
     """Leaves at once, from inside the loop. Outside Slurm the next attempt begins here."""
     # The loop would wait for a read-back in a thread while the requeue's delay runs.
     sys.stdout.flush()
@@ -514,7 +518,7 @@ def _leave(code: ExitCode, allocation: Allocation) -> NoReturn:
         os.environ[LOCAL_RESTART_VARIABLE] = str(allocation.restart + 1)
         argv = [sys.executable, "-P", "-m", "verl_slurm_daemon", *sys.argv[1:]]
         os.execv(sys.executable, argv)  # noqa: S606 - an argument list of ours; no shell is what we want
-    os._exit(int(code))
+    os._exit(left)
 
 
 _THREADS = 8

@@ -20,7 +20,7 @@ from verl_slurm.cli.command_options import RUN, Whole, command, flag, key_option
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load_resolved
 from verl_slurm.journal.files import read_history
-from verl_slurm.runs.run_record import last_job
+from verl_slurm.runs.run_record import lead_log
 from verl_slurm.runtime_state.samples import StepSamples, best_and_worst, read_samples
 
 # Maximum bytes of a line that are read at once.
@@ -86,7 +86,7 @@ def logs(
                 # The ranks of a start that has just begun have printed nothing yet; -f waits for them.
                 return None
 
-        _lead_log(run)  # raises if there is no job yet
+        lead_log(run)  # raises if there is no job yet
         for path, line in follow_newest(run.logs, newest, num_lines):
             show(path, line)
         return
@@ -156,7 +156,7 @@ def _node_of(run: RunPaths, rank: int) -> int:
 
 def _newest(run: RunPaths, node: int | None, agent: bool, service: str | None) -> Path:
     if node is None and service is None:
-        path = _lead_log(run)
+        path = lead_log(run)
         if path.exists():
             return path
         raise NotFound(
@@ -186,11 +186,6 @@ def _newest(run: RunPaths, node: int | None, agent: bool, service: str | None) -
 
 def _rank_logs(run: RunPaths) -> list[Path]:
     return list(run.logs.glob("*.log"))
-
-
-def _lead_log(run: RunPaths) -> Path:
-    job_id = last_job(run).job_id  # from the journal: in a run that was handed over it may name any path
-    return run.logs / f"{job_id.replace('/', '_')}_0_log.out"
 
 
 _MOST_LINES = 30

@@ -42,7 +42,7 @@ from verl_slurm.runs.glance import (
     state_of,
 )
 from verl_slurm.runs.liveness import JobState, job_state, requeued_words, unknown_jobs, was_requeued
-from verl_slurm.runs.run_record import has_ledger, require_run
+from verl_slurm.runs.run_record import has_ledger, lead_log, require_run
 from verl_slurm.wire.reward_plan import read_reward_plan, read_reward_request
 
 # Characters of a bar or a curve.
@@ -223,7 +223,11 @@ def _facts(run: RunPaths, history: History) -> dict[str, Any]:
             else _over_words(run, facts["ended"], answer)
         )
     held, failed, not_begun = history.held, history.start_failed, ""
-    if failed is not None and held is None and not is_over(seen):
+    if held is not None or is_over(seen) or (answer is not None and answer.over):
+        failed = None
+    elif isinstance(seen.last, Warned) and seen.last.topic == "start" and not (answer and answer.waits):
+        failed, not_begun = None, f"the start waits: {seen.last.text}"
+    if failed is not None:
         not_begun = (
             f"{counted(failed.before + 1, 'attempt')} in a row, and the next comes by itself: {failed.detail}"
         )
@@ -247,9 +251,13 @@ def _over_words(run: RunPaths, ended: str | None, answer: JobState) -> str:
     # The journal's own word is that of the attempt before.
     # It was killed, or failed before its daemon ran.
     before = "its requeue was asked for, and" if ended else "without a word of its daemon:"
+    see = f"see verl-slurm logs {shell_word(run.root)}"
+    if answer.state == "FAILED" and not lead_log(run).exists():
+        see = (
+            "its script wrote nothing: its node did not see RUN, or slurmd's log there says why (TaskProlog?)"
+        )
     return (
-        f"{before} the job is over ({answer.state}); see verl-slurm logs {shell_word(run.root)}; "
-        f"verl-slurm submit {shell_word(run.root)} goes on"
+        f"{before} the job is over ({answer.state}); {see}; verl-slurm submit {shell_word(run.root)} goes on"
     )
 
 
