@@ -212,10 +212,11 @@ def _watch(ranks: dict[int, int], first: int) -> int:
             continue
         how = f"ended with exitcode {code}"
         if code < 0:
-            # "Signal" and "exitcode" are words by which the agent finds the line of the cause (`node.first_cause`).
             how = f"was ended by Signal {-code} ({signal.Signals(-code).name})"
-        if code == -signal.SIGKILL:
-            how += f": {_why_killed(kills_before, oom_kills())}"
+        kills = oom_kills()
+        # Of a process below the rank, too: a data loader's worker, or the program of a script.
+        if code == -signal.SIGKILL or (kills or 0) > (kills_before or 0):
+            how += f": {_why_killed(kills_before, kills)}"
         _end(ranks)
         # After the others' end, so that it is the log's last line: where the agent looks.
         _say(f"rank {first + local_rank} (local rank {local_rank}, pid {pid}) {how}")
@@ -225,17 +226,14 @@ def _watch(ranks: dict[int, int], first: int) -> int:
 
 def _why_killed(before: int | None, now: int | None) -> str:
     """Returns the words for a rank that was killed: by the kernel's count of kills for lack of memory."""
-    ways = (
-        "give it more memory (slurm.mem_mb_per_node), or let it need less (micro_batch_size_per_device, "
-        "distributed.recompute, fewer ranks on a node)"
-    )
+    ways = "give it more memory (slurm.mem_mb_per_node), or let it need less (smaller batches, fewer ranks on a node)"
     if before is None or now is None:
         return f"most often that is lack of memory, and the kernel's count cannot be read here; {ways}"
     if now > before:
         return f"lack of memory, the kernel's count of such kills in its cgroup rose from {before} to {now}; {ways}"
     return (
-        f"lack of memory is the usual cause, but the kernel counts no such kill in its cgroup ({now}); another "
-        f"process may have sent it, or a memory guard of the node's; {ways}"
+        f"not by the kernel, which counts no kill for lack of memory in its cgroup ({now}): the program itself, a "
+        f"person, or a guard of the node's memory has sent it; for a guard, {ways}"
     )
 
 
