@@ -72,11 +72,39 @@ def test_what_the_others_say_within_that_second_is_heard(tmp_path: Path) -> None
     done = launch(tmp_path, program, "1", "0", "2")
     assert done.returncode == 1
     assert "a last word" in done.stdout
+    assert "Signal 9 (SIGKILL): " in done.stderr.splitlines()[-1]
+
+
+COUNTED = """
+import sys
+from verl_slurm_daemon.agent import ranks
+counts = iter({counts})
+ranks.oom_kills = lambda: next(counts)
+sys.exit(ranks.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "counts", "said"),
+    [
+        ("kill", (1, 2), "Signal 9 (SIGKILL): lack of memory, the kernel's count"),
+        ("kill", (1, 1), "Signal 9 (SIGKILL): not by the kernel, which counts no kill"),
+        ("kill", (None, None), "Signal 9 (SIGKILL): most often that is lack of memory"),
+        ("exit", (0, 1), "exitcode 3: lack of memory, the kernel's count"),
+        ("exit", (1, 1), "exitcode 3"),
+    ],
+)
+def test_lack_of_memory_is_named_by_the_kernels_count(
+    tmp_path: Path, end: str, counts: tuple[int | None, int | None], said: str
+) -> None:
+    """Also where it killed a process of the rank's alone, such as a data loader's worker."""
+    script = tmp_path / "program.py"
+    script.write_text(f"import os; os.kill(os.getpid(), 9) if {end == 'kill'} else os._exit(3)")
+    argv = [sys.executable, "-c", COUNTED.format(counts=counts), "1", "0", "1", str(script)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
     last = done.stderr.splitlines()[-1]
-    assert "Signal 9 (SIGKILL): " in last
-    # Of the test's own machine the kernel's count may not be read.
-    assert "not by the kernel, which counts no kill for lack of memory" in last or "cannot be read" in last
-    assert "slurm.mem_mb_per_node" in last
+    assert said in last
+    assert ("slurm.mem_mb_per_node" in last) is not last.endswith("exitcode 3")
     assert "micro_batch" not in last, "a key of our own trainer, which a program of the user's refuses"
 
 
