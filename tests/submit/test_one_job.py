@@ -131,15 +131,21 @@ def test_a_full_queue_is_said_and_a_node_that_is_drained_is_waited_for(slurm: Sl
     asks = msgspec.structs.replace(
         config, slurm=msgspec.structs.replace(config.slurm, extra={"nodelist": "node2"})
     )
-    for state in ("IDLE+DRAIN", "IDLE"):
-        node = f"NodeName=node2 NodeAddr=a NodeHostName=b State={state} CPUTot=4"
-        slurm.write("scontrol", f'case "$*" in *hostnames*) echo node2;; *) echo "{node}";; esac')
-        if state == "IDLE":
+    partition = (
+        "PartitionName=p Default=YES GraceTime=0 MaxTime=60 MaxNodes=9 TotalNodes=2 TotalCPUs=8 State=UP"
+    )
+    shown = f"{partition} PreemptMode=REQUEUE"
+    slurm.write("scontrol", f'case "$*" in *hostnames*) echo node2;; *) echo "{shown}";; esac')
+    for usable, said in {"node1 node2": "", "node1": "names node2, not usable now"}.items():
+        lines = "".join(f"echo '{node}|idle||'; " for node in usable.split())
+        slurm.write("sinfo", lines)
+        if said:
+            assert said in judge_script(asks, "")[0].text
+        else:
             with pytest.raises(SlurmRefused, match="sinfo"):
                 judge_script(asks, "")
-        else:
-            [said] = judge_script(asks, "")
-            assert "would wait: slurm.extra.nodelist names node2 (DRAIN+IDLE)" in said.text
+    slurm.write("sinfo", ":")
+    assert "nodes 0 can be used now" in judge_script(config, "")[0].text
 
 
 @pytest.mark.parametrize("verdict", [True, False], ids=["sbatch --test-only", "sbatch"])

@@ -281,7 +281,10 @@ def _confirm(drift: Drift, *, yes: bool) -> bool:
     for kind, names in asdict(drift).items():
         for name in names:
             render.warning(f"data {kind}: {name}")
-    return yes or _ask("Go on with this data? Results will differ from the first start's")
+    render.warning(
+        "of the pass under way rows may come again, or never; results differ from the first start's"
+    )
+    return yes or _ask("Go on with this data?")
 
 
 def _confirm_beginning(trace: str, *, yes: bool) -> bool:

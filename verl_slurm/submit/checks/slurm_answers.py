@@ -496,34 +496,25 @@ def judge_script(config: RunConfig, script: str) -> list[Finding]:
         return [good(_VERDICT_OF, f"would wait: {said}")]
     if takes_no_job(last):
         raise SlurmRefused(FULL, found=said, remedy=ROOM)
-    # Slurm's verdict goes by the nodes of now; sbatch itself queues a job for one that is drained.
-    if "node configuration" in last and (away := asyncio.run(_asked_and_away(config))):
-        nodes = f"slurm.extra.nodelist names {', '.join(away)}"
-        return [warn(_VERDICT_OF, f"would wait: {nodes}; {said}", "`sinfo -R` says why, and since when")]
+    # Slurm's verdict goes by the nodes of now; sbatch itself queues a job for those that are drained.
+    if "node configuration" in last and (away := asyncio.run(_away(config))):
+        return [warn(_VERDICT_OF, f"would wait: {away}; {said}", "`sinfo -R` says why, and since when")]
     raise refusal(config, said)
 
 
-async def _asked_and_away(config: RunConfig) -> list[str]:
-    """Returns the nodes that the job asks for by name and that take none now; empty: it names none."""
-    asked = str(config.slurm.extra.get("nodelist") or "")
-    if NODE_LIST.fullmatch(asked) is None:
-        return []
-    client, away = SlurmClient(), list[str]()
+async def _away(config: RunConfig) -> str:
+    """Returns which nodes that the job needs take none now; empty: it is not for lack of nodes, or not known."""
+    client, asked, wanted = SlurmClient(), str(config.slurm.extra.get("nodelist") or ""), config.all_nodes
     with suppress(SlurmMissing, NotFound):  # then sbatch's own words are all that is known
-        for name in await client.expand(asked):
-            state = (await client.node(name)).state
-            if state & {
-                "DOWN",
-                "DRAIN",
-                "DRAINED",
-                "DRAINING",
-                "FAIL",
-                "MAINT",
-                "NOT_RESPONDING",
-                "POWERED_DOWN",
-            }:
-                away.append(f"{name} ({'+'.join(sorted(state))})")
-    return away
+        partitions = await client.partitions_of(asked_partition(os.environ, config))
+        usable = await client.usable_nodes(",".join(one.name for one in partitions))
+        if NODE_LIST.fullmatch(asked) and (
+            away := [n for n in await client.expand(asked) if n not in usable]
+        ):
+            return f"slurm.extra.nodelist names {', '.join(away)}, not usable now"
+        if len(usable) < wanted <= (total := sum(one.total_nodes for one in partitions)):
+            return f"of {counted(total, 'node')} {len(usable)} can be used now"
+    return ""
 
 
 def _value(config: RunConfig, key: str) -> object:
