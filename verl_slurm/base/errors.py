@@ -23,7 +23,8 @@ _MOST = 2000
 
 
 def _shown(part: object) -> str:
-    text = str(part)
+    # An exception's lines, such as torch's list of missing names, are read as one.
+    text = " ".join(str(part).split()) if isinstance(part, BaseException) else str(part)
     # Cut before it is escaped: a server's answer may have any length.
     return printable(text if len(text) <= _MOST else f"{text[:_MOST]}... ({len(text)} characters)")
 
