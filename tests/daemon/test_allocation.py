@@ -167,7 +167,12 @@ def test_a_local_requeue_that_a_user_asked_for_is_no_preemption(tmp_path: Path) 
         append_event(paths, event)
         cause = asyncio.run(mine.cause("SIGUSR2 to lead"))
         told.append((cause.kind, cause.seconds_left))
-    assert told == [("preemption", 30.0), ("operator_requeue", None), ("requeued", 30.0), ("preemption", 30.0)]
+    assert told == [
+        ("preemption", 30.0),
+        ("operator_requeue", None),
+        ("requeued", 30.0),
+        ("preemption", 30.0),
+    ]
 
 
 def test_sruns_shepherd_does_not_take_the_agents_with_it(tmp_path: Path) -> None:

@@ -537,8 +537,8 @@ class History:
         said = " / ".join(line.strip()[:_MOST_OF_LINE] for line in lines)
         last = f"; the last one: {said}" if said else ""
         # The fault need not be the first node's, whose ranks then say only that they have lost a peer.
-        more = f"verl-slurm logs {shell_word(root)} --all lists what each node has printed"
-        return f"{self.stuck} restarts in a row crashed without anything new{last}; {more}"
+        logs = f"{last}; verl-slurm logs {shell_word(root)} --all lists what each node has printed"
+        return f"{self.stuck} restarts in a row crashed without anything new{logs}"
 
     def failed_starts(self, job_id: str, requeues: int) -> int:
         """How many attempts in a row before this one storage or Slurm stopped. `requeues`: of the job so far."""

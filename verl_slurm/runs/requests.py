@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 import time
+from contextlib import suppress
 
 import psutil
 
@@ -60,11 +61,10 @@ def cancel_run(run: RunPaths, *, patience_s: float = _PATIENCE_S) -> str:
                 raise
             asked = read_history(run).is_cancelled
             if time.monotonic() >= until:
+                # A request that got no answer may be taken later.
+                not_asked = "the run is not cancelled, and its job goes on"
                 raise SlurmMissing(
-                    # A request that got no answer may be taken later.
-                    "Slurm may have taken the cancel, and has not answered"
-                    if asked
-                    else "the run is not cancelled, and its job goes on",
+                    "Slurm may have taken the cancel, and has not answered" if asked else not_asked,
                     where=run.root,
                     found=f"{error.what}: {error.where}: {error.found}",
                     expected="an answer from slurmctld",
@@ -198,8 +198,8 @@ def requeue_run(run: RunPaths, *, at_once: bool = False) -> tuple[str, str]:
     # By this line a lead without Slurm tells it from a preemption, which leaves 30 s to save: no line, no signal.
     append_event(run, RequeueAsked(at_once=at_once))
     _signal_local(run, signal.SIGUSR2)
-    how = "within 30 s, saved or not, it" if at_once else "it saves, and"
-    return job.job_id, f"{how} starts again in place"
+    how = "within 30 s, saved or not," if at_once else "it saves, and"
+    return job.job_id, f"{how} it starts again in place"
 
 
 def _wish_for_requeue(run: RunPaths, number: int, state: str) -> str:
@@ -338,7 +338,5 @@ def _signal_local(run: RunPaths, number: signal.Signals) -> None:
             "the run's process is gone", where=run.root, remedy=f"verl-slurm submit {shell_word(run.root)}"
         )
     for lead in found:
-        try:
+        with suppress(psutil.NoSuchProcess):
             lead.send_signal(number)
-        except psutil.NoSuchProcess:
-            continue
