@@ -15,6 +15,7 @@ from verl_slurm.cli.show.render import span
 from verl_slurm.cli.show.run_tables import interruption_words, interruptions_table
 from verl_slurm.journal.files import read_history
 from verl_slurm.journal.history import History, Outage, interruption_facts
+from verl_slurm.runs.glance import Glance
 
 Cli = Callable[..., Any]
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
@@ -118,6 +119,9 @@ def test_one_that_lasts_counts_with_its_time_so_far() -> None:
     facts = interruption_facts([LASTING], NOW)
     assert (facts["seconds"], facts["tokens_lost"], facts["each"][0]["lasts"]) == (60.0, None, True)
     assert interruption_facts([LASTING], NOW + timedelta(hours=1))["seconds"] == 3660.0
+    run = Glance(root=Path(), interrupted_s=5.0, last_interruption=msgspec.to_builtins(LASTING))
+    listed = (run, msgspec.structs.replace(run, last_interruption={"cause": "?", "began": "?"}))
+    assert [one.cost_s > 5.0 for one in listed] == [True, False]
 
 
 def test_each_is_a_line_with_its_parts() -> None:
@@ -175,22 +179,17 @@ def test_status_tells_what_happened_and_what_each_interruption_cost(cli: Cli, tm
     table = [line for line in out.splitlines() if " preemption  " in line]
     assert len(table) == 5
     few = cli("status", paths.root, "--interruptions", 0).out
-    assert " preemption  " not in few
+    assert (" preemption  " in few, "last cause   " in few) == (False, True)
 
 
-def test_a_cause_from_before_the_newest_interruption_is_not_the_last_one(cli: Cli, tmp_path: Path) -> None:
+def test_status_says_why_no_requeue_came_and_no_cause_from_before_a_crash(cli: Cli, tmp_path: Path) -> None:
     paths = make_run(tmp_path / "run", num_events=400)
-    assert "last cause   " in cli("status", paths.root).out
     newest = read_history(paths).attempts[-1]
-    append_event(paths, "crash", attempt=newest.number, job_id=newest.event.job_id, detail="killed")
-    said = cli("status", paths.root)
-    assert (" crash " in said.out, "last cause   " in said.out) == (True, False)
-
-
-def test_status_says_why_no_requeue_came_until_another_is_asked_for(cli: Cli, tmp_path: Path) -> None:
-    paths = make_run(tmp_path / "run")
     append_event(paths, "warning", topic="requeue", text="not requeued: the save failed")
-    assert "requeue      WARNING, not requeued: the save failed\n" in cli("status", paths.root).out
+    append_event(paths, "crash", attempt=newest.number, job_id=newest.event.job_id, detail="killed")
+    said = cli("status", paths.root).out
+    assert "requeue      WARNING, not requeued: the save failed\n" in said
+    assert (" crash " in said, "last cause   " in said) == (True, False)
     append_event(paths, "requeue_asked")
     assert "not requeued" not in cli("status", paths.root).out
 

@@ -367,11 +367,3 @@ def test_a_run_whose_run_yaml_is_gone_is_listed_with_that_word(tmp_path: Path) -
     [found] = glance_at_all(tmp_path)
     assert (found.root, state_of(found, None)) == (run.root, "run.yaml is gone")
     assert found.job is not None
-
-
-@pytest.mark.parametrize(("began", "least"), [("2026-11-01T08:00:00.000+00:00", 65.0), (3, 5.0), ("?", 5.0)])
-def test_an_interruption_that_lasts_counts_with_its_time_so_far(began: object, least: float) -> None:
-    last = {"cause": "crash", "began": began}
-    cost_s = Glance(root=Path(), interrupted_s=5.0, last_interruption=last).cost_s
-    assert (cost_s > least) if least > 5.0 else (cost_s == 5.0)
-    assert Glance(root=Path(), interrupted_s=5.0).cost_s == 5.0

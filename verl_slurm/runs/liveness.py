@@ -254,8 +254,7 @@ def way_on(facts: JobFacts) -> str:
     reason = facts.reason or ""
     if is_held(reason):
         # Slurm lets the job's user release a hold of his own.
-        who = "an operator has to: " * (reason == "JobHeldAdmin")
-        return f"{who}scontrol release {facts.target}"
+        return f"{'an operator has to: ' * (reason == 'JobHeldAdmin')}scontrol release {facts.target}"
     if facts.is_waiting and "maintenance" in reason.lower():
         return f"a shorter job may start before it: scontrol update JobId={facts.target} TimeLimit=MINUTES"
     if facts.is_waiting and _PASSES.search(reason):

@@ -16,6 +16,7 @@ from verl_slurm.config.schema import RunConfig, nodes_of_services
 from verl_slurm.journal.causes import CauseKind
 from verl_slurm.journal.events import RequeueAsked, Started
 from verl_slurm.journal.files import read_events
+from verl_slurm.journal.history import since
 from verl_slurm.wire.environment import LOCAL_RESTART_VARIABLE
 from verl_slurm_daemon.allocation.contract import Allocation, Outlook
 from verl_slurm_daemon.decide.inputs import CauseKnown, RequeueAnswered
@@ -45,12 +46,9 @@ class LocalAllocation(Allocation):
     async def cause(self, trigger: str) -> CauseKnown:
         signal = trigger.split(" ", 1)[0]
         if signal == "SIGUSR2":
-            asked = await asyncio.to_thread(self._asked)
-            if asked is None:
-                return CauseKnown("preemption", f"{trigger}; no Slurm", self.PREEMPTION_GRACE_S)
-            left = self.PREEMPTION_GRACE_S if asked.at_once else None
-            kind: CauseKind = "requeued" if asked.at_once else "operator_requeue"
-            return CauseKnown(kind, f"{trigger}: a requeue was asked for", left)
+            kind = await asyncio.to_thread(self._asked)
+            left = None if kind == "operator_requeue" else self.PREEMPTION_GRACE_S
+            return CauseKnown(kind, f"{trigger}; no Slurm", left)
         if signal in ("SIGTERM", "SIGINT"):
             return CauseKnown("cancel", f"{trigger}; no Slurm", self.CANCEL_GRACE_S)
         if signal == "SIGUSR1":
@@ -58,10 +56,10 @@ class LocalAllocation(Allocation):
         # SIGCONT: it follows every stop, as `fg` at a terminal does after Ctrl-Z.
         return CauseKnown("none", f"{trigger}; no Slurm", None)
 
-    def _asked(self) -> RequeueAsked | None:
-        """Returns a user's newest request since this attempt began."""
-        asked = [event for event in read_events(self._paths) if isinstance(event, RequeueAsked | Started)]
-        return asked[-1] if asked and isinstance(asked[-1], RequeueAsked) else None
+    def _asked(self) -> CauseKind:
+        """Returns what a user has asked for since this attempt began; if nothing, it is a preemption."""
+        now = [event for event in since(read_events(self._paths), Started) if isinstance(event, RequeueAsked)]
+        return "preemption" if not now else "requeued" if now[-1].at_once else "operator_requeue"
 
     async def outlook(self) -> Outlook:
         return Outlook(answered=True)

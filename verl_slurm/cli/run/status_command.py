@@ -113,9 +113,7 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
         # As its lead last wrote it; a run that has not started has none.
         *(_snapshot_lines(facts, now) if snapshot else ()),
         *(("code", line) for line in facts["code"]),
-        *(("lost", f"WARNING, {line}") for line in facts["lost"]),
-        *(("journal", f"WARNING, {line}") for line in facts["journal"]),
-        *(("requeue", f"WARNING, {line}") for line in facts["requeue"]),
+        *((name, f"WARNING, {said}") for name in ("lost", "journal", "requeue") for said in facts[name]),
         ("reward", facts["reward"] and _reward_words(facts["reward"])),
         *((f"service {place}", said) for place, said in snapshot.get("services", {}).items()),
         ("checkpoint", verified if hidden and verified else _checkpoint_words(run, facts, history)),
@@ -189,9 +187,9 @@ def _nodes(run: RunPaths, facts: dict[str, Any], history: History, now: datetime
 
 def _state_words(facts: dict[str, Any]) -> str:
     word, state, since = facts["state"], facts["status"].get("state"), ago(facts["status"].get("updated"))
-    if facts["outcome"] or word.rstrip("?") in (state, "saves fail"):
-        return f"{word}, as of {since}"
-    return f"{word}; {state} when its daemon last said so, {since}"  # a snapshot outlives its lead
+    known = facts["outcome"] or word.rstrip("?") in (state, "saves fail")
+    # A snapshot outlives its lead.
+    return f"{word}, as of {since}" if known else f"{word}; {state} when its daemon last said so, {since}"
 
 
 def _facts(run: RunPaths, history: History) -> dict[str, Any]:
@@ -512,6 +510,7 @@ _CHECKPOINT = "name step safe_point created_utc num_bytes"
 def told_facts(run: Glance, requeued: str) -> dict[str, Any]:
     """Returns what the files of a run say, as JSON of `list` and `status` has it. `requeued`: since its end."""
     ended = run.word if isinstance(run.word, Ended) else None
+    began = str(run.last_interruption.get("began", ""))
     return {
         "run_dir": str(run.root),
         "job_id": None if run.job is None else run.job.job_id,
@@ -522,7 +521,7 @@ def told_facts(run: Glance, requeued: str) -> dict[str, Any]:
         "lost_checkpoint": run.lost or None,
         # One from before the newest interruption is not why that came, e.g. a crash.
         "last_cause": story.tell(story.for_people(run.cause))
-        if run.cause and run.cause.time >= str(run.last_interruption.get("began", ""))
+        if run.cause and run.cause.time >= began
         else None,
         # Of the newest job alone: an end is none any more once the run was submitted, requeued or started again.
         "outcome": ended.outcome if ended is not None and ended.is_final and not requeued else None,
