@@ -541,8 +541,8 @@ class History:
         last = f"; the last one: {self._last_fault}" if self._last_fault else ""
         # Of several nodes, that of the rank that failed first.
         rank = re.search(r"verl-slurm: rank (\d+) \(", self._last_fault)
-        what = f"--rank {rank[1]} shows more" if rank else "--all lists what each node has printed"
-        logs = f"verl-slurm logs {shell_word(root)} {what}"
+        logs = f"verl-slurm logs {shell_word(root)}"
+        logs += f" --rank {rank[1]} shows more" if rank else " --all lists what each node has printed"
         return f"{self.stuck} restarts in a row crashed without anything new{last}; {logs}"
 
     def failed_starts(self, job_id: str, requeues: int) -> int:
