@@ -285,6 +285,17 @@ def test_what_does_not_train_and_has_changed_is_refused_before_it_waits_in_the_q
         with pytest.raises(DataError, match=f"is not what the run was trained with: {role}:"):
             check()
         path.write_bytes(before)
+    # Of a file that was copied, the run's copy has the former one; of a new run nothing has.
+    reward.write_text("def f(): return 1\n")
+    write_file(paths.code_record, b"")
+    with pytest.raises(DataError, match="; --code run goes on .*update-reward.* and then --code run"):
+        check()
+    with pytest.raises(DataError, match=f"begin a new run from the weights alone: `.* {checkpoint} [^;]*$"):
+        resume_point.check_frozen_inputs(config, RunPaths(tmp_path / "new"), str(checkpoint))
+    ruled = run_config(path=str(model), reward="rule:arithmetic", chat_template=str(template))
+    with pytest.raises(DataError, match=f"found rule:arithmetic, expected {shas[0]}"):
+        resume_point.check_frozen_inputs(ruled, paths, checkpoint.name)
+    reward.write_text("def f(): pass\n")
     # Too large to be read: the sizes of the record tell, and what they do not tell is said.
     monkeypatch.setattr(resume_point, "_MOST_READ", 1)
     private_dir(paths.frozen)

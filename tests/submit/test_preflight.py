@@ -6,20 +6,23 @@ import resource
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from tests.builders import run_config, write_config, write_manifest
+from tests.checkpoint.conftest import FILES, manifest_of, owns_it, stage
 from tests.journals import append_event
 from verl_slurm.base.errors import ConfigError, DataError, KeyRefused, PermissionRefused, SlurmRefused
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.store.commit import commit
 from verl_slurm.checks import told
 from verl_slurm.checks.bad_nodes import remember
 from verl_slurm.cli.setup.init import find_offers
-from verl_slurm.config.load import parse_config
+from verl_slurm.config.load import dump, parse_config
 from verl_slurm.config.schema import DistributedConfig, RunConfig, ServiceConfig
 from verl_slurm.plan.plan_facts import from_slurm
 from verl_slurm.slurm.batch import obeyed_variables, unwanted_environment
@@ -58,7 +61,7 @@ def test_a_run_starts_from_no_checkpoint_of_the_other_algorithm(tmp_path: Path) 
     assert caught.value.one_line() == (
         f"the checkpoint is of another algorithm: {ppo} (found train.algorithm=grpo, which trains actor, expected "
         "train.algorithm=ppo: the checkpoint holds actor and critic); resume with that algorithm; or start a new run "
-        "from the weights alone: verl-slurm export CKPT --to hf --out DIR, then model.path=DIR"
+        f"from the weights alone: `verl-slurm export {ppo} --to hf --out DIR`, then model.path=DIR"
     )
     with pytest.raises(ConfigError, match="expected train.algorithm=grpo: the checkpoint holds actor"):
         check_resume_from(_config(grpo, "ppo"))
@@ -68,6 +71,34 @@ def test_a_run_starts_from_no_checkpoint_of_the_other_algorithm(tmp_path: Path) 
     # One that cannot be read is left to the lead, which verifies it.
     (grpo / "manifest.json").write_bytes(b"?")
     check_resume_from(_config(grpo, "ppo"))
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("seed=4", ""),
+        ("train.critic_lr=1", ""),
+        ("distributed.dp_size=4 distributed.nodes=4 train.batch_size_per_device=32", ""),
+        (
+            "train.actor_lr=1",
+            "found train.actor_lr=1.0, .*begin a new run from the weights alone: `verl-slurm export",
+        ),
+        ("rollout.samples_per_prompt=2", "found rollout.samples_per_prompt=2"),
+        ("train.batch_size_per_device=128", "found train.batch_size_per_device times distributed.dp_size="),
+        ("train.steps=2", "nothing is left to do after this checkpoint: .*found step 2, .*raise train.steps"),
+    ],
+)
+def test_a_new_run_from_a_checkpoint_has_the_values_that_its_ranks_would_ask_for(
+    word: str, said: str, tmp_path: Path
+) -> None:
+    former = _config(tmp_path, "grpo")
+    staging = stage(RunPaths(private_dir(tmp_path / "old")), 2, files=FILES | {"config.yaml": dump(former)})
+    sealed = manifest_of(staging, algorithm="grpo", trained=("actor",))
+    path = commit(staging, sealed, attempt_check=owns_it)
+    words = ["train.algorithm=grpo", "rollout.samples_per_prompt=4", *word.split()]
+    config = parse_config(b"", "my.yaml", [*words, f"checkpoint.resume_from={path}"])
+    with pytest.raises(ConfigError, match=said) if said else nullcontext():
+        check_resume_from(config)
 
 
 @pytest.mark.parametrize("keeps", [{}, {"keep_every": 10}])
@@ -291,7 +322,9 @@ def test_what_speaks_against_a_gpu_is_a_note_on_slurm_and_refused_on_this_machin
     monkeypatch.setattr(check_list, "version", lambda _: "2.13.0+cpu")
     (note,) = check_gpus(CUDA, "slurm", signs=())
     assert "torch 2.13.0+cpu of this environment is built without CUDA" in note.line
-    assert "constraints/cuda.txt" in note.remedy
+    assert note.remedy == (
+        f"{sys.executable} -m pip install --force-reinstall -c constraints/cuda.txt torch"
+    ), "without force it is installed already"
     with pytest.raises(ConfigError, match=r"torch 2\.13\.0\+cpu, built without CUDA"):
         check_gpus(CUDA, "local", signs=signs)
     # A run that asks for none is told nothing.

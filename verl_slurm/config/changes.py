@@ -27,6 +27,18 @@ def may_change(key: str) -> bool:
     return bool(_FREE.match(key))
 
 
+RATES = ("train.actor_lr", "train.critic_lr", "train.lr_", "train.warmup_steps", "rollout.samples_per_prompt")
+"""How the keys begin with whose values a checkpoint of the native trainer is bound up."""
+OF_WEIGHTS = (*RATES, "model.", "train.algorithm", "train.batch_size", "data.eval_", "data.chat_template")
+"""These as well: with another value a new run can take over weights alone."""
+
+
+def from_weights(place: object) -> str:
+    """Returns how a new run begins from the weights of a checkpoint, or of a run's newest."""
+    export = f"verl-slurm export {shell_word(str(place))} --to hf --out DIR"
+    return f"from the weights alone: `{export}`, then model.path=DIR"
+
+
 def change_rule(key: str) -> str:
     """Says whether `key` may differ between two submissions of a run that has begun, in words after "may change:"."""
     # A map, such as `env`, is compared entry by entry.
@@ -66,16 +78,21 @@ def refuse_changes(
         and not (key == _LENGTH and _may_stop_at(after, steps_done))
     ]
     if fixed:
-        steps = f", train.steps to {steps_done} or more"
+        # A guest's program has its own length.
+        steps = "" if new.trainer.is_guest else f", train.steps to {steps_done} or more"
         raise ConfigError(
             "the run exists with another configuration",
             where=run_dir / "run.yaml",
             found="; ".join(fixed),
             expected="the same values (only slurm, daemon, observability, checkpoint, env and the shape of the ranks "
             f"may change{steps})",
-            remedy="take the changes back; or train on in a new run with them: name=NEW "
-            f"{shell_word(f'checkpoint.resume_from={run_dir}/checkpoints/NAME')} "
-            f"(`verl-slurm list {shell_word(run_dir)}` lists the names)",
+            remedy="take the changes back; or begin a new run with them (name=NEW run_dir=NEW), "
+            + (
+                from_weights(run_dir)
+                if not new.trainer.is_guest and any(text.startswith(OF_WEIGHTS) for text in fixed)
+                else f"with {shell_word(f'checkpoint.resume_from={run_dir}/checkpoints/NAME')} "
+                f"(`verl-slurm list {shell_word(run_dir)}` lists the names)"
+            ),
         )
     return [key for key, _, _ in changes]
 

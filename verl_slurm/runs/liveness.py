@@ -415,7 +415,7 @@ def _refuse_living_job(paths: RunPaths, history: History, job: Submission) -> No
             found=f"job {job.job_id}, which has not ended; {other}",
             remedy=f"`verl-slurm cancel {shell_word(paths.root)}` on {job.slurm}, then submit here; "
             f"if there is no {job.slurm} any more, a new run goes on from this one's checkpoint: "
-            f"name=NEW {shell_word(f'checkpoint.resume_from={newest}')}",
+            f"name=NEW run_dir=NEW {shell_word(f'checkpoint.resume_from={newest}')}",
         )
     if ended:
         # submitit's local controller lives a moment longer than the end that its lead has recorded.

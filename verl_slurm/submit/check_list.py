@@ -11,15 +11,17 @@ from pathlib import Path
 
 import msgspec
 
-from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, NotFound, SchemaMismatch
+from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, NotFound, SchemaMismatch, VerlSlurmError
 from verl_slurm.base.keys import load_keys
 from verl_slurm.base.one_line import shell_word
-from verl_slurm.base.packages import require_packages
+from verl_slurm.base.packages import pip_install, require_packages
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.checkpoint.format.components import require_same_models
 from verl_slurm.checkpoint.format.info import CheckpointInfo
+from verl_slurm.checkpoint.format.specification import Manifest
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.lost import former_checkpoint, require_run_id
+from verl_slurm.checkpoint.store.reader import CheckpointReader
 from verl_slurm.checkpoint.store.recover import untrusted
 from verl_slurm.checkpoint.store.run_config import trained_with
 from verl_slurm.checkpoint.store.verify import read_manifest, why_untrusted
@@ -28,10 +30,10 @@ from verl_slurm.checks import ANYTHING, Check, Finding, When, good, skipped, war
 from verl_slurm.checks.bad_nodes import folder, recall
 from verl_slurm.checks.cluster_rules import SaveTime, judge_cluster, judge_deadlines
 from verl_slurm.checks.storage_probe import PlaceReport, judge_place, probe_place
-from verl_slurm.config.changes import refuse_changes
+from verl_slurm.config.changes import RATES, from_weights, refuse_changes
 from verl_slurm.config.checks.rollout import check_engine, require_engine
 from verl_slurm.config.elastic import keep_step
-from verl_slurm.config.load import load_resolved
+from verl_slurm.config.load import differences, load_resolved, parse_config
 from verl_slurm.config.schema import BUILTIN, RunConfig
 from verl_slurm.containers.image import pin_image
 from verl_slurm.containers.runtimes import agents_inside, mounts
@@ -60,6 +62,8 @@ from verl_slurm.submit.submission_plan import Cluster, SubmissionPlan, reshaped,
 from verl_slurm.verl.verl_inputs import data_of
 from verl_slurm.wire.http import read_token
 
+# Forced: the build without CUDA has the wanted version already.
+_CUDA_TORCH = pip_install("--force-reinstall", "-c", "constraints/cuda.txt", "torch")
 _NOT_KNOWN = "whether a save is in time: the site chooses the job's partition"
 # Schedules that end with the run (trainer/objective/optimizers.py).
 _BY_LENGTH = ("linear", "cosine", "wsd")
@@ -267,7 +271,7 @@ def check_resume_from(config: RunConfig) -> list[Finding]:
 
     Raises:
         NotFound: it is not there.
-        ConfigError: it belongs to a run that trains other models.
+        ConfigError: it belongs to a run that trains other models, or has all steps of this one.
         DataError: it is an adapter.
         PermissionRefused: another user could have written it.
     """
@@ -306,8 +310,38 @@ def check_resume_from(config: RunConfig) -> list[Finding]:
         require_same_models(manifest, config, path)
         if why := why_untrusted(path.stat()):
             raise untrusted(path, why)
+        # What a run may change itself is judged with its last start's configuration.
+        if not config.trainer.is_guest and not RunPaths(config.run_dir).run_yaml.exists():
+            _refuse_native(manifest, config, path)
     notes = [] if named else [source_may_go(path)]
     return [good("the checkpoint to resume from"), *map(warn, filter(None, notes))]
+
+
+def _refuse_native(manifest: Manifest, config: RunConfig, path: Path) -> None:
+    if not manifest.safe_point and manifest.step >= config.train.steps:
+        raise ConfigError(
+            "nothing is left to do after this checkpoint",
+            where=path,
+            found=f"step {manifest.step}, and train.steps={config.train.steps}",
+            remedy="raise train.steps, which counts those of the checkpoint",
+        )
+    try:
+        former = parse_config(CheckpointReader(path).read("config.yaml"), str(path / "config.yaml"))
+    except (VerlSlurmError, OSError):
+        return  # e.g. encrypted: the ranks judge it
+    unused = () if "critic" in manifest.roles else ("train.critic_lr",)
+    changes = differences(former, config)
+    wrong = [change for change in changes if change[0].startswith(RATES) and change[0] not in unused]
+    was, now = (one.train.batch_size_per_device * one.distributed.dp_size for one in (former, config))
+    wrong += [("train.batch_size_per_device times distributed.dp_size", was, now)] * (was != now)
+    if wrong:
+        raise ConfigError(
+            "the checkpoint was trained with other values",
+            where=path,
+            found="; ".join(f"{key}={now}" for key, _, now in wrong),
+            expected="; ".join(f"{key}={was}" for key, was, _ in wrong),
+            remedy=f"take those; or begin a new run {from_weights(path)}",
+        )
 
 
 def check_container(config: RunConfig, cluster: Cluster) -> tuple[RunConfig, list[Finding]]:
@@ -394,12 +428,11 @@ def check_gpus(config: RunConfig, cluster: Cluster, *, signs: Sequence[Path] = _
             found="no NVIDIA driver" if no_driver else f"torch {torch}, built without CUDA",
             remedy="set distributed.device=cpu, or submit where there are GPUs"
             if no_driver
-            else "pip install -c constraints/cuda.txt torch, or set distributed.device=cpu",
+            else f"{_CUDA_TORCH}, or set distributed.device=cpu",
         )
     if torch.endswith("+cpu"):
         built = f"torch {torch} of this environment is built without CUDA: ranks that run in it will refuse"
-        remedy = "pip install -c constraints/cuda.txt torch"
-        return [warn(f"distributed.device=cuda, and {built}", remedy=remedy)]
+        return [warn(f"distributed.device=cuda, and {built}", remedy=_CUDA_TORCH)]
     return []
 
 

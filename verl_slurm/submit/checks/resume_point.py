@@ -32,6 +32,7 @@ from verl_slurm.checkpoint.store.lost import (
 from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.checkpoint.tiers.fetch import newer_in_tiers
+from verl_slurm.config.changes import from_weights
 from verl_slurm.config.load import load_resolved
 from verl_slurm.config.reward_spec import parse_reward, source_file
 from verl_slurm.config.schema import BUILTIN, RunConfig
@@ -123,6 +124,9 @@ def check_frozen_inputs(config: RunConfig, paths: RunPaths, name: str) -> list[s
         trees["reward"] = spec.name
     elif spec is not None and spec.kind != "rule":
         files["reward"] = str(source_file(spec))
+    # A rule is of this package, and has no digest.
+    if (spec is not None and spec.kind == "rule") == bool(expected):
+        changed["reward"] = reward, expected or "a rule"
     for role, digest in {**was, "reward": expected}.items():
         if not digest or trees.get(role, "").startswith(BUILTIN):
             continue
@@ -144,13 +148,19 @@ def check_frozen_inputs(config: RunConfig, paths: RunPaths, name: str) -> list[s
         elif found:
             changed[role] = found, digest
     if changed:
+        replace = f"`verl-slurm update-reward --checkpoint {shell_word(paths.root)} --new-model NEW`"
+        # Of a file the run's copy of the code has the former one.
+        is_new = Path(name).is_absolute()
+        copied = not is_new and "reward" in files and not switches and paths.code_record.exists()
         raise DataError(
             f"what does not train is not what the run was trained with: {', '.join(changed)}",
             where=paths.checkpoints / name,
             found="; ".join(found for found, _ in changed.values()),
             expected=", ".join(digest for _, digest in changed.values()),
-            remedy="put it back as it was (RUN/frozen and RUN/rewards have it by digest); change a reward with "
-            f"`verl-slurm update-reward --checkpoint {shell_word(paths.root)} --new-model NEW`, or start a new run",
+            remedy=f"--code run goes on with the run's own reward; to replace that, {replace}, and then --code run"
+            if copied and set(changed) == {"reward"}
+            else f"put it back as it was, or begin a new run {from_weights(paths.checkpoints / name)}"
+            + f"; to replace a reward, put the former one back, and then {replace}" * (not is_new),
         )
     return notes
 
