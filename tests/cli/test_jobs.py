@@ -541,15 +541,19 @@ def test_an_unset_variable_is_not_the_run_in_the_working_directory(
     ("kind", "found", "way"),
     [
         ("done", "job 999999999, done", "train.steps=N` goes on"),
+        ("done of a loop", "job 999999999, done", "run` goes on, if it has more to do"),
         ("cancelled", "job 999999999, cancelled", "` starts it again"),
         ("running", "job 999999999, GONE", "` starts it again"),
     ],
 )
 @pytest.mark.parametrize("command", ["cancel", "requeue"])
 def test_what_became_of_a_job_that_is_over_is_said_by_the_journal(
-    command: str, kind: Kind, found: str, way: str, cli: Callable[..., Any], tmp_path: Path
+    command: str, kind: str, found: str, way: str, cli: Callable[..., Any], tmp_path: Path
 ) -> None:
-    run = make_run(tmp_path / "run", kind, cluster="local", job_id="999999999", host=socket.gethostname())
+    state: Any = kind.partition(" ")[0]
+    run = make_run(tmp_path / "run", state, cluster="local", job_id="999999999", host=socket.gethostname())
+    if "loop" in kind:
+        run.run_yaml.write_text("trainer: {backend: command, command: [train.py]}\n")
     result = cli(command, run.root)
     assert result.code == ExitCode.NOT_FOUND
     assert found in result.error

@@ -176,7 +176,7 @@ def test_pickled_weights_are_refused_with_a_command_that_converts_them(
     assert result.code == ExitCode.DATA
     assert "the model's weights are pickled" in result.error
     command = shlex.split(result.error.partition("convert them once: ")[2])
-    assert command[:2] == ["python", "-c"]
+    assert command[:2] == [sys.executable, "-c"]
     assert repr(str(pickled)) in command[2]
     ast.parse(command[2])
 

@@ -180,6 +180,8 @@ def test_verls_own_sections_are_said_to_belong_below_verl() -> None:
     line = refusal("actor_rollout_ref: {actor: {optim: {lr: 1}}, rollout: {n: 4}}\n")
     assert "expected verl.actor_rollout_ref, with trainer.backend=verl" in line
     assert " | " not in line
+    # A section that ours has as well: for a run of verl the key of ours would be refused in its turn.
+    assert "one of verl's stands below `verl:`, or after `--`" in refusal("trainer: {total_epochs: 2}\n")
 
 
 @pytest.mark.scenario("M09", "M10")

@@ -65,4 +65,4 @@ def test_an_engine_that_is_not_installed_is_one_line_with_the_way_to_install_it(
         require_engine(config())
     assert caught.value.exit_code is ExitCode.CONFIG
     assert "vLLM is not installed here" in caught.value.one_line()
-    assert "make vllm" in caught.value.one_line()
+    assert "docs/rollout-engines.md" in caught.value.one_line()

@@ -31,7 +31,7 @@ def test_hosts_come_in_their_order_and_are_found_by_full_and_short_names() -> No
     ],
 )
 def test_what_is_no_hostfile_is_refused_in_one_line(text: str) -> None:
-    with pytest.raises(ConfigError, match="hosts.*mend the hostfile"):
+    with pytest.raises(ConfigError, match="hosts.*fix the hostfile"):
         parse_hostfile(text.encode(), "hosts")
 
 

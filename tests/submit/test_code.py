@@ -233,8 +233,14 @@ def test_a_root_of_the_users_holds_its_programs(place: Place) -> None:
     place.submit(f"code.tree={place.root}/repo")
     assert place.record().trees[0].root == str(place.repo)
     (place.root / "other").mkdir()
-    with pytest.raises(ConfigError, match="a program is not in the code that is copied"):
+    with pytest.raises(
+        ConfigError, match="is not in the code that is copied: .*set code.tree to a directory"
+    ):
         place.plan(f"code.tree={place.root}/other")
+    left_out = [f"code.tree={place.root}/repo", "code.exclude=[train.py]"]
+    with pytest.raises(ConfigError, match="is not in the code that is copied: .*; name it in code.include$"):
+        place.plan(*left_out)
+    assert place.plan(*left_out, "code.include=[train.py]").code.record.trees
     (place.repo / ".git/HEAD").unlink()
     with pytest.raises(ConfigError, match="git does not tell"):
         place.plan()
@@ -266,6 +272,14 @@ def planned(config: RunConfig, tmp_path: Path) -> CodePlan:
 def config_of(tmp_path: Path, text: str) -> RunConfig:
     (tmp_path / "my.yaml").write_text(text)
     return load(tmp_path / "my.yaml")
+
+
+def test_code_include_is_taken_beside_a_lone_reward(tmp_path: Path) -> None:
+    for name in ("reward.py", "units.json"):
+        (tmp_path / name).write_text("")
+    text = f"model: {{path: m, reward: 'python:{tmp_path}/reward.py:f'}}\ndata: {{root: d}}\ncode: {{include: ['u*']}}"
+    [content] = planned(config_of(tmp_path, text), tmp_path).contents
+    assert [*content.fingerprint.files] == ["reward.py", "units.json"]
 
 
 def test_the_runs_of_a_sweep_have_the_same_code(tmp_path: Path) -> None:

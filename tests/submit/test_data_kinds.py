@@ -262,8 +262,8 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
         "a.parquet .*expected a whole Parquet file",
     ),
     "UTF-16": (
-        lambda root: (root / "a.jsonl").write_text(json.dumps(ROWS[0]), encoding="utf-16"),
-        "not UTF-8: .*found UTF-16.*iconv -f UTF-16",
+        lambda root: (root / "a b.jsonl").write_text(json.dumps(ROWS[0]), encoding="utf-16"),
+        "not UTF-8: .*found UTF-16.*iconv -f UTF-16 -t UTF-8 '.*a b.jsonl' > NEW, and NEW in its place",
     ),
     "UTF-16 without a mark": (
         lambda root: (root / "a.csv").write_text("prompt,answer\n1,2\n", encoding="utf-16-le"),

@@ -291,6 +291,17 @@ def test_what_does_not_train_and_has_changed_is_refused_before_it_waits_in_the_q
         (model / beside).parent.mkdir(parents=True, exist_ok=True)
         (model / beside).write_text("new\n")
     assert check() == []
+    # Of a file that was copied, the run's copy has the former one; of a new run nothing has.
+    reward.write_text("def f(): return 1\n")
+    write_file(paths.code_record, b"")
+    with pytest.raises(DataError, match="; --code run goes on .*update-reward.* and then --code run"):
+        check()
+    [branched] = resume_point.check_frozen_inputs(config, RunPaths(tmp_path / "new"), str(checkpoint))
+    assert f"is not what the run was trained with: reward: {reward} has SHA-256" in branched
+    ruled = run_config(path=str(model), reward="rule:arithmetic", chat_template=str(template))
+    with pytest.raises(DataError, match=f"found rule:arithmetic, expected {shas[0]}"):
+        resume_point.check_frozen_inputs(ruled, paths, checkpoint.name)
+    reward.write_text("def f(): pass\n")
     private_dir(paths.frozen)
     record_tree(paths.frozen, was)
     (model / "generation_config.json").write_text("{}")

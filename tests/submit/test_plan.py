@@ -153,6 +153,7 @@ def test_the_environment_of_a_surrounding_job_is_left_behind() -> None:
 
 
 GRPO = ("train.algorithm=grpo", "rollout.samples_per_prompt=4")
+LOOP = ("trainer.backend=command", "trainer.command=[train.py]")
 OTHER_PLACE = ("slurm.partition=gpu", "daemon.crash_budget=1", "checkpoint.resume_from=/c/step_000001")
 HELD_OUT, EVALUATED = ("data.eval_fraction=0.1",), ("train.eval_every_steps=5", "train.eval_temperature=0.5")
 
@@ -166,7 +167,19 @@ HELD_OUT, EVALUATED = ("data.eval_fraction=0.1",), ("train.eval_every_steps=5", 
         ((), ("train.steps=31",), {"steps_done": 30}, ["train.steps"]),
         ((), ("rollout.max_logprob_gap=0.1",), {}, ["rollout.max_logprob_gap"]),
         (HELD_OUT, HELD_OUT + EVALUATED, {}, ["train.eval_every_steps", "train.eval_temperature"]),
-        ((), HELD_OUT, {}, r"data\.eval_fraction: 0\.0 -> 0\.1"),
+        (
+            (),
+            HELD_OUT,
+            {},
+            r"eval_fraction: 0\.0 -> 0\.1.*train.steps to 0.*run_dir=NEW.*: `verl-slurm export /run ",
+        ),
+        ((), ("seed=3",), {}, r"name=NEW run_dir=NEW\), with checkpoint.resume_from=/run/checkpoints/NAME"),
+        (
+            LOOP,
+            (*LOOP, "seed=3"),
+            {},
+            r"shape of the ranks may change\)\); .*resume_from=/run/checkpoints/NAME",
+        ),
         ((), GRPO, {}, r"samples_per_prompt: 1 -> 4; train\.algorithm: 'ppo' -> 'grpo'"),
         (
             (),

@@ -83,7 +83,7 @@ def test_a_launcher_a_script_or_a_binary_is_refused_with_what_to_write(
 def test_a_program_is_good_unless_it_is_not_there_cannot_be_parsed_or_lacks_a_module(here: Path) -> None:
     for command in ("train.py", "train", "-m json.tool"):
         assert check_guest(started_by(*command.split())) == [good("program")]
-    with pytest.raises(NotFound, match="no such program"):
+    with pytest.raises(NotFound, match="no such program: .*set trainer.command$"):
         check_guest(started_by("gone.py"))
     (here / "cut.py").write_text("def f(:\n")
     with pytest.raises(DataError, match=r"cut\.py"):

@@ -17,6 +17,7 @@ from typing import NoReturn, Protocol
 
 from verl_slurm.base.errors import KeyRefused, PermissionRefused
 from verl_slurm.base.files import create_file, read_private, require_safe_folder
+from verl_slurm.base.packages import pip_install
 from verl_slurm.base.processes import forbid_core_dumps
 
 KEY_BYTES = 32
@@ -71,7 +72,7 @@ class MasterKey:
             raise KeyRefused(
                 "encryption is configured, but a package it needs is missing",
                 where="cryptography",
-                remedy="pip install cryptography, or take checkpoint.encryption out of the configuration",
+                remedy=f"{pip_install('cryptography')}, or take checkpoint.encryption out of the configuration",
             ) from None
         # The key itself encrypts and signs nothing, so no two purposes share one.
         kdf = HKDF(algorithm=SHA256(), length=KEY_BYTES, salt=salt or None, info=info)

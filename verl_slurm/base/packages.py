@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,7 +10,6 @@ from pathlib import Path
 import verl_slurm
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.base.one_line import shell_word
 
 _EXTRAS = {
     "trainer": "torch transformers numpy msgpack zstandard huggingface_hub safetensors tensorboard",
@@ -25,7 +25,12 @@ def install_command(extra: str, python: str = sys.executable) -> str:
     """Returns the command that installs verl-slurm with an extra from where this one came."""
     source = _local_source()
     what = f"{source}[{extra}]" if source else f"verl-slurm[{extra}]=={verl_slurm.__version__}"
-    return f"{shell_word(python)} -m pip install {shell_word(what)}"
+    return pip_install(what, python=python)
+
+
+def pip_install(*what: str, python: str = sys.executable) -> str:
+    """Returns the command that installs packages for a Python: a bare `pip` may be that of another one."""
+    return shlex.join([python, "-m", "pip", "install", *what])
 
 
 def _local_source() -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.one_line import shell_word
-from verl_slurm.config.elastic import FROM_WEIGHTS, OF_A_STEP, require_same_step
+from verl_slurm.config.elastic import OF_A_STEP, from_weights, require_same_step
 from verl_slurm.config.load import differences, restoring
 from verl_slurm.config.schema import RunConfig
 
@@ -66,21 +66,21 @@ def refuse_changes(
         and not (key == _LENGTH and _may_stop_at(after, steps_done))
     ]
     if fixed:
-        steps = f", train.steps to {steps_done} or more"
-        word, lists = (
-            shell_word(f"checkpoint.resume_from={run_dir}/checkpoints/NAME"),
-            f"verl-slurm list {shell_word(run_dir)}",
-        )
-        new_run = f"train on in a new run with them: name=NEW run_dir=NEW {word} (`{lists}` lists the names)"
-        if any(key in OF_A_STEP for key, _, _ in changes):
-            new_run = FROM_WEIGHTS
+        # A guest's program has its own length.
+        steps = "" if new.trainer.is_guest else f", train.steps to {steps_done} or more"
         raise ConfigError(
             "the run exists with another configuration",
             where=run_dir / "run.yaml",
             found="; ".join(fixed),
             expected="the same values (only slurm, daemon, observability, checkpoint, env and the shape of the ranks "
             f"may change{steps})",
-            remedy=f"take the changes back; or {new_run}",
+            remedy="take the changes back; or begin a new run with them (name=NEW run_dir=NEW), "
+            + (
+                from_weights(run_dir)
+                if not new.trainer.is_guest and any(key in OF_A_STEP for key, _, _ in changes)
+                else f"with {shell_word(f'checkpoint.resume_from={run_dir}/checkpoints/NAME')} "
+                f"(`verl-slurm list {shell_word(run_dir)}` lists the names)"
+            ),
         )
     return [key for key, _, _ in changes]
 

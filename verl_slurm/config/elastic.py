@@ -5,7 +5,7 @@ import math
 import msgspec
 
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.base.one_line import counted
+from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.config.schema import RunConfig
 
 _SCALED = ("batch_size_per_device", "mini_batch_size_per_device")
@@ -18,9 +18,12 @@ OF_A_STEP = frozenset(
     ("train.algorithm", *(f"train.{key}" for key in _SCALED), *(f"{section}.{key}" for section, key in _KEPT))
 )
 """Keys with which a checkpoint cannot be gone on from, not even in a new run."""
-FROM_WEIGHTS = (
-    "start a new run from the weights alone: verl-slurm export CKPT --to hf --out DIR, then model.path=DIR"
-)
+
+
+def from_weights(place: object) -> str:
+    """Returns how a new run begins from the weights of a checkpoint, or of a run's newest."""
+    export = f"verl-slurm export {shell_word(str(place))} --to hf --out DIR"
+    return f"from the weights alone: `{export}`, then model.path=DIR"
 
 
 def keep_step(old: RunConfig, new: RunConfig) -> RunConfig:
@@ -72,7 +75,7 @@ def require_same_step(old: RunConfig, new: RunConfig, *, where: object) -> None:
             where=where,
             found=", ".join(f"{key}={given}" for key, given, _ in wrong),
             expected=", ".join(f"{key}={value}" for key, _, value in wrong),
-            remedy=f"take them back, or {FROM_WEIGHTS}"
+            remedy=f"take them back, or begin a new run {from_weights(where)}"
             if former == now
             else "choose a number of ranks that divides the batch into whole micro-batches",
         )

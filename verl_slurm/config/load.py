@@ -445,7 +445,10 @@ def _unknown_key(dotted: str, place: str) -> ConfigError | None:
         "no such key",
         where=place if place.endswith(dotted) else f"{place}: {dotted}",
         expected=" or ".join(nearest_keys(dotted, keys, _sections())) or None,
-        remedy="`verl-slurm config` lists all keys with their meaning",
+        remedy="`verl-slurm config` lists all keys with their meaning"
+        # Sections of verl's that ours has as well, or might.
+        + "; one of verl's stands below `verl:`, or after `--`"
+        * dotted.startswith(("data.", "model.", "optim.", "reward", "trainer.")),
     )
 
 

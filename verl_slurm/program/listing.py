@@ -90,7 +90,7 @@ def list_code(
     rule = _Rule(root, exclude, left_out)
     names = list(rule.kept(files_in(root, closed))) if of_git else rule.walked()
     for pattern in include:
-        names += _included(root, pattern, left_out)
+        names += included(root, pattern, left_out)
     outputs: list[str] = []
     if former is not None:
         # Written by a program that has not changed, beside itself.
@@ -209,7 +209,7 @@ def _is_run(path: Path) -> bool:
     return (path / "run.yaml").is_file() and (path / "control").is_dir()
 
 
-def _included(root: Path, pattern: str, left_out: Collection[Path]) -> list[str]:
+def included(root: Path, pattern: str, left_out: Collection[Path]) -> list[str]:
     if pattern.startswith("/") or ".." in pattern.split("/"):
         raise ConfigError(
             "a glob leads out of the code",
@@ -225,7 +225,7 @@ def _included(root: Path, pattern: str, left_out: Collection[Path]) -> list[str]
     # A typing error would otherwise show as an import that fails, on the nodes.
     if not found:
         raise ConfigError(
-            "a glob finds nothing", where="code.include", found=pattern, expected=f"files below {root}"
+            "a glob finds nothing", where="code.include", found=pattern, expected=f"code below {root}"
         )
     return [path.relative_to(root).as_posix() for path in found]
 

@@ -271,14 +271,17 @@ def _require_living(run: RunPaths, by_hand: str) -> str:
     if state.over:
         word = glance(run.root).word  # a scheduler forgets its jobs, the journal does not
         came_to = word.outcome if isinstance(word, Ended) and word.is_final else state.state
-        more = f"`verl-slurm submit {shell_word(run.root)} train.steps=N` goes on to more steps"
+        again = f"verl-slurm submit {shell_word(run.root)}"
+        trainer = load_resolved(run.run_yaml).trainer
+        more = f"`{again} train.steps=N` goes on to more steps"
+        if trainer.is_guest:  # its program knows its own end
+            longer = " -- trainer.total_epochs=N" * (trainer.backend == "verl")
+            more = f"`{again}{longer}` goes on, if it has more to do"
         raise NotFound(
             "the run has no living job",
             where=run.root,
             found=f"job {job.job_id}, {came_to}",
-            remedy=more
-            if came_to == "done"
-            else f"`verl-slurm submit {shell_word(run.root)}` starts it again",
+            remedy=more if came_to == "done" else f"`{again}` starts it again",
         )
     return state.state
 

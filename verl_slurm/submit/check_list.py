@@ -12,10 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, DataError, NotFound, SchemaMismatch
+from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, NotFound, SchemaMismatch
 from verl_slurm.base.keys import Keyring, load_keys
 from verl_slurm.base.one_line import shell_word
-from verl_slurm.base.packages import require_packages
+from verl_slurm.base.packages import pip_install, require_packages
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.checkpoint.format.components import require_same_models
 from verl_slurm.checkpoint.format.info import CheckpointInfo
@@ -63,6 +63,8 @@ from verl_slurm.submit.submission_plan import Cluster, SubmissionPlan, reshaped,
 from verl_slurm.verl.verl_inputs import data_of
 from verl_slurm.wire.http import read_token
 
+# Forced: the build without CUDA has the wanted version already.
+_CUDA_TORCH = pip_install("--force-reinstall", "-c", "constraints/cuda.txt", "torch")
 _NOT_KNOWN = "whether a save is in time: the site chooses the job's partition"
 # Schedules that end with the run (trainer/objective/optimizers.py).
 _BY_LENGTH = ("linear", "cosine", "wsd")
@@ -282,7 +284,7 @@ def check_resume_from(config: RunConfig) -> list[Finding]:
 
     Raises:
         NotFound: it is not there.
-        ConfigError: it belongs to a run that trains other models.
+        ConfigError: it belongs to a run that trains other models, or has all steps of this one.
         DataError: it is an adapter.
         PermissionRefused: another user could have written it.
         CheckpointCorrupt, KeyRefused, SchemaMismatch: of at most `MOST_READ` bytes, it does not verify.
@@ -322,6 +324,13 @@ def check_resume_from(config: RunConfig) -> list[Finding]:
         require_same_models(manifest, config, path)
         if why := why_untrusted(path.stat()):
             raise untrusted(path, why)
+        if not config.trainer.is_guest and not manifest.safe_point and manifest.step >= config.train.steps:
+            raise ConfigError(
+                "nothing is left to do after this checkpoint",
+                where=path,
+                found=f"step {manifest.step}, and train.steps={config.train.steps}",
+                remedy="raise train.steps, which counts those of the checkpoint",
+            )
     if manifest is not None and manifest.num_bytes > MOST_READ:
         read = "its manifest; the start reads every byte"
     else:
@@ -417,12 +426,11 @@ def check_gpus(config: RunConfig, cluster: Cluster, *, signs: Sequence[Path] = _
             found="no NVIDIA driver" if no_driver else f"torch {torch}, built without CUDA",
             remedy="set distributed.device=cpu, or submit where there are GPUs"
             if no_driver
-            else "pip install -c constraints/cuda.txt torch, or set distributed.device=cpu",
+            else f"{_CUDA_TORCH}, or set distributed.device=cpu",
         )
     if torch.endswith("+cpu"):
         built = f"torch {torch} of this environment is built without CUDA: ranks that run in it will refuse"
-        remedy = "pip install -c constraints/cuda.txt torch"
-        return [warn(f"distributed.device=cuda, and {built}", remedy=remedy)]
+        return [warn(f"distributed.device=cuda, and {built}", remedy=_CUDA_TORCH)]
     return []
 
 
@@ -541,15 +549,8 @@ def _code(draft: Draft) -> list[Finding]:
 def _frozen_inputs(draft: Draft) -> list[Finding]:
     wanted = draft.config.checkpoint.resume_from
     resumed = draft.plan.resumes_from if wanted == "auto" else wanted
-    if not resumed:
-        return []
-    try:
-        # With `--code new` a changed reward is a new copy, which the ranks refuse.
-        return [*map(warn, check_frozen_inputs(draft.runs, draft.paths, resumed))]
-    except DataError as error:
-        if CHECKPOINT_NAME.fullmatch(resumed):
-            raise
-        return [warn(f"{error.what}: {error.found}")]  # of another run, from which this one branches
+    # With `--code new` a changed reward is a new copy, which the ranks refuse.
+    return [*map(warn, check_frozen_inputs(draft.runs, draft.paths, resumed))] if resumed else []
 
 
 def _verl(draft: Draft) -> list[Finding]:

@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import shlex
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -292,7 +293,7 @@ def find_python(text: str, places: Places) -> str:
             # What is there and is no environment is not to be filled with one.
             remedy="give the directory of an environment, which has bin/python"
             if os.path.lexists(directory)
-            else f"python -m venv {shlex.quote(directory)}, or give the directory of another environment",
+            else f"{shlex.join([sys.executable, '-m', 'venv', directory])}, or give another directory",
         )
     return directory
 

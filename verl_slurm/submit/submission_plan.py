@@ -92,7 +92,7 @@ class SubmissionPlan(msgspec.Struct, kw_only=True):
                 where=self.run_dir,
                 found=self.done,
                 expected="steps to do",
-                remedy="raise train.steps to go on, or give a new run another name; "
+                remedy="raise train.steps to go on, or begin a new run: name=NEW run_dir=NEW; "
                 f"`verl-slurm verify {shell_word(self.run_dir)}` tells whether its checkpoints are whole",
             )
 

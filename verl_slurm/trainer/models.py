@@ -21,6 +21,7 @@ from transformers.utils import logging as hf_logging
 
 from verl_slurm.base.bounded import ADAPTER_FILES
 from verl_slurm.base.errors import ConfigError, DataError
+from verl_slurm.base.packages import pip_install
 from verl_slurm.config.families import right_attentions
 from verl_slurm.config.roles import ROLES, Role
 from verl_slurm.config.schema import Attention, DistributedConfig
@@ -178,7 +179,7 @@ def _attention(wanted: Attention, model_class: Any, config: Any, path: Path) -> 
             where="model.attn_implementation",
             found=wanted,
             expected="the package flash_attn",
-            remedy="pip install flash-attn, or set model.attn_implementation=auto",
+            remedy=f"{pip_install('flash-attn')}, or set model.attn_implementation=auto",
         )
     return wanted
 

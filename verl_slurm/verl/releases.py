@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from verl_slurm.base.errors import ConfigError
+from verl_slurm.base.packages import pip_install
 
 Entry = Literal["sft", "ppo"]
 
@@ -29,7 +30,7 @@ def require_usable(version: str | None) -> str:
     Raises:
         ConfigError: there is none, or one that is too old.
     """
-    pip = f"{sys.executable} -m pip install verl=={RELEASES[0]}"
+    pip = pip_install(f"verl=={RELEASES[0]}")
     if version is None:
         raise ConfigError(
             "verl is not installed in the Python that the job runs",

@@ -102,5 +102,5 @@ def find_host(hosts: tuple[Host, ...], name: str) -> int:
 
 def _wrong(where: object, found: str, expected: str) -> ConfigError:
     return ConfigError(
-        "the hostfile does not fit", where=where, found=found, expected=expected, remedy="mend the hostfile"
+        "the hostfile does not fit", where=where, found=found, expected=expected, remedy="fix the hostfile"
     )

@@ -8,7 +8,7 @@ import msgspec
 
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.checkpoint.format.specification import Guest, Manifest, guest_directory
-from verl_slurm.config.elastic import FROM_WEIGHTS
+from verl_slurm.config.elastic import from_weights
 from verl_slurm.config.roles import trained_roles
 from verl_slurm.config.schema import CheckpointConfig, RunConfig
 
@@ -52,7 +52,7 @@ def require_same_models(manifest: Manifest, config: RunConfig, where: object) ->
             where=where,
             found=f"train.algorithm={config.train.algorithm}, which trains {' and '.join(trained)}",
             expected=f"train.algorithm={former}: the checkpoint holds {' and '.join(manifest.roles)}",
-            remedy=f"resume with that algorithm; or {FROM_WEIGHTS}",
+            remedy=f"resume with that algorithm; or start a new run {from_weights(where)}",
         )
 
 

@@ -160,7 +160,7 @@ def lost_error(paths: RunPaths, trace: str, *, by_hand: bool = False) -> Checkpo
     """Returns the refusal, with the ways on; `trace` is from `former_checkpoint`."""
     # The hint alone is no content: storage may hide all that it names.
     absent = set(names_in(paths.run, paths.checkpoints)) <= {paths.latest.name}
-    again = f"`verl-slurm submit {shell_word(paths.root)} --force-resume`, or submit under a new name"
+    again = f"`verl-slurm submit {shell_word(paths.root)} --force-resume`, or a new run: name=NEW run_dir=NEW"
     return (CheckpointsAbsent if absent else CheckpointsLost)(
         "no checkpoint can be used, in a run that has had one: it does not begin again by itself",
         where=paths.checkpoints,

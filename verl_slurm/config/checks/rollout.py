@@ -69,10 +69,8 @@ def require_engine(config: RunConfig) -> None:
             "vLLM is not installed here",
             where="rollout.engine",
             found="vllm",
-            remedy=(
-                f"on GPUs `{install_command('vllm')}`, on CPUs `make vllm` and then"
-                " .venv-vllm/bin/python -m verl_slurm.cli submit ...; or set rollout.engine=hf"
-            ),
+            remedy=f"on GPUs `{install_command('vllm')}`, on CPUs docs/rollout-engines.md; or set "
+            "rollout.engine=hf",
         )
 
 

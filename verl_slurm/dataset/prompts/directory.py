@@ -32,7 +32,8 @@ def data_files(root: Path, config: DataConfig, *, key: str = "data.root") -> lis
         found = "a file" if root.exists() else "nothing"
         if root.is_file():
             files_key = key.replace("root", "files")
-            remedy += f"; one file of a directory: {key}={root.parent} and {files_key}={root.name}"
+            words = f"{shell_word(f'{key}={root.parent}')} and {shell_word(f'{files_key}={root.name}')}"
+            remedy += f"; one file of a directory: {words}"
         raise DataError("no such data directory", where=root, found=found, remedy=remedy)
     pattern = _pattern(config, key)
     try:

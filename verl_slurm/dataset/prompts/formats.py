@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator
 from typing import Any, BinaryIO
 
 from verl_slurm.base.errors import UNREADABLE, DataError
+from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.packages import install_command
 
 MAX_ROW_CHARS = 8 << 20
@@ -61,7 +62,7 @@ def _refuse_utf16(file: BinaryIO, name: str) -> None:
             where=name,
             found="UTF-16 or UTF-32" if start[:2] in _UTF16 else "a NUL byte at its start, as UTF-16 has",
             expected="UTF-8",
-            remedy=f"iconv -f UTF-16 -t UTF-8 {name} > NEW",
+            remedy=f"iconv -f UTF-16 -t UTF-8 {shell_word(name)} > NEW, and NEW in its place",
         )
     file.seek(len(_BOM) if start.startswith(_BOM) else 0)
 

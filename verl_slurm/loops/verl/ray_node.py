@@ -25,6 +25,7 @@ from pathlib import Path
 
 from verl_slurm.base.errors import ConfigError, Fenced, VerlSlurmError, WireError, restart_may_help
 from verl_slurm.base.files import write_file
+from verl_slurm.base.packages import pip_install
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import die_with_parent
 from verl_slurm.base.scratch import Scratch
@@ -207,7 +208,7 @@ def _require_ray() -> None:
             "Ray is not installed in the Python that the job runs",
             where=sys.executable,
             expected="the package ray",
-            remedy=f"{sys.executable} -m pip install ray, or submit from the environment that has it",
+            remedy=f"{pip_install('ray')}, or submit from the environment that has it",
         )
 
 

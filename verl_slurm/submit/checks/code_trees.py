@@ -36,7 +36,7 @@ from verl_slurm.program.code_record import (
 from verl_slurm.program.copying import copy_tree, read_tree
 from verl_slurm.program.git import Commit, commit_of, diff_of, work_tree
 from verl_slurm.program.installed import Installed, look
-from verl_slurm.program.listing import Listing, holds_other_things, list_code
+from verl_slurm.program.listing import Listing, holds_other_things, included, list_code
 from verl_slurm.program.programs import Moves, Program, is_ours, module_of, programs_of
 from verl_slurm.slurm.rank_setup import python_of
 from verl_slurm.submit.submission_plan import CodeContent, CodePlan
@@ -284,7 +284,10 @@ def _trees(
         elif program.alone:
             # Git ignores it, or does not know it: nothing tells what belongs to it.
             beside = trees[folder].names if folder in trees else []
-            names = sorted([*beside, program.path.resolve().name])
+            # Globs that are meant for a tree need not fit here.
+            globs = [] if top or trees else code.include
+            further = [name for glob in globs for name in included(folder, glob, left_out)]
+            names = sorted({*beside, program.path.resolve().name, *further})
             trees[folder] = Listing(folder, names, [note] if note else [], of_git=False)
         else:
             tree = _with_all(listed(folder, ask_git=False), [program])
@@ -317,7 +320,9 @@ def _with_all(tree: Listing, programs: Sequence[Program]) -> Listing:
                 "a program is not in the code that is copied",
                 where=f"{program.key}: {program.path}",
                 expected=f"one of the {counted(len(tree.names), 'file')} of {tree.root}",
-                remedy="set code.tree to a directory that holds it, or name it in code.include",
+                remedy="name it in code.include"
+                if program.path.resolve().is_relative_to(tree.root)
+                else "set code.tree to a directory that holds it",
             )
     return tree
 

@@ -3,7 +3,7 @@
 import math
 import os
 import re
-import shlex
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -225,7 +225,8 @@ def _check_weights(key: str, directory: Path, remedy: str) -> None:
             where=directory,
             found=pickled[0],
             expected=expected,
-            remedy=f"pickles are not read here; convert them once: {_conversion(key, directory)}",
+            remedy="pickles are not read here; with a Python that has transformers, convert them once: "
+            f"{_conversion(key, directory)}",
         )
     there = [path.name for path in sorted(directory.glob("*.safetensors"))]
     raise DataError(
@@ -240,7 +241,7 @@ def _check_weights(key: str, directory: Path, remedy: str) -> None:
 def _conversion(key: str, directory: Path) -> str:
     kind = "AutoModelForCausalLM" if key == "model.path" else "AutoModelForSequenceClassification"
     code = f"from transformers import {kind} as M; d = {str(directory)!r}; M.from_pretrained(d).save_pretrained(d)"
-    return f"python -c {shlex.quote(code)}"
+    return f"{shell_word(sys.executable)} -c {shell_word(code)}"
 
 
 def _check_index(directory: Path, remedy: str) -> None:

@@ -69,7 +69,7 @@ def check_rank_environment(config: RunConfig, packages: Iterable[str], not_run: 
                 where=f"slurm.setup[{number}]",
                 found=problem.partition("line ")[2] or problem,
                 expected="a command that is complete by itself",
-                remedy="mend it",
+                remedy="complete it",
             )
     if slurm.setup:
         found.append(good(f"the syntax of slurm.setup ({len(slurm.setup)}, not run here)"))

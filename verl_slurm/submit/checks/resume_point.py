@@ -104,7 +104,8 @@ def check_frozen_inputs(config: RunConfig, paths: RunPaths, name: str) -> list[s
         name: the checkpoint that the run goes on from, of this run or an absolute path.
 
     Raises:
-        DataError: the model, the reward, what is held out, or the chat template has changed.
+        DataError: the model, the reward, what is held out, or the chat template has changed; of another run's
+            checkpoint that is a note.
     """
     try:
         was = read_manifest(paths.checkpoints / name).frozen
@@ -123,34 +124,47 @@ def check_frozen_inputs(config: RunConfig, paths: RunPaths, name: str) -> list[s
         trees["reward"] = spec.name
     elif spec is not None and spec.kind != "rule":
         files["reward"] = str(source_file(spec))
+    # A rule is of this package, and has no digest.
+    if (spec is not None and spec.kind == "rule") == bool(expected):
+        changed["reward"] = reward, expected or "a rule"
     for role, digest in {**was, "reward": expected}.items():
         if not digest or trees.get(role, "").startswith(BUILTIN):
             continue
-        found: str | None = None
+        differs: str | None = None
         if role in files:
             try:
                 now = sha256(read_regular(Path(files[role]), SOURCE, follow=True)).hexdigest()
             except (OSError, ValueError):
                 continue
-            found = "" if now == digest else f"{files[role]} has SHA-256 {now}"
+            differs = "" if now == digest else f"{files[role]} has SHA-256 {now}"
         elif trees.get(role):
-            found = _changed(paths, data_place(trees[role], globs.get(role)), digest)
+            differs = _changed(paths, data_place(trees[role], globs.get(role)), digest)
         else:
             continue
-        if found is None:
+        if differs is None:
             notes.append(
                 f"not looked at: whether each byte of {trees[role]} is as it was; the ranks read all"
             )
-        elif found:
-            changed[role] = found, digest
-    if changed:
+        elif differs:
+            changed[role] = differs, digest
+    what = f"what does not train is not what the run was trained with: {', '.join(changed)}"
+    found = "; ".join(said for said, _ in changed.values())
+    if changed and Path(name).is_absolute():  # another run's, from which this one branches off
+        notes.append(f"{what}: {found}")
+    elif changed:
+        replace = f"`verl-slurm update-reward --checkpoint {shell_word(paths.root)} --new-model NEW`"
+        new_run = f"name=NEW run_dir=NEW {shell_word(f'checkpoint.resume_from={paths.checkpoints / name}')}"
+        # Of a file the run's copy of the code has the former one.
+        copied = "reward" in files and not switches and paths.code_record.exists()
         raise DataError(
-            f"what does not train is not what the run was trained with: {', '.join(changed)}",
+            what,
             where=paths.checkpoints / name,
-            found="; ".join(found for found, _ in changed.values()),
+            found=found,
             expected=", ".join(digest for _, digest in changed.values()),
-            remedy="put it back as it was (RUN/frozen and RUN/rewards have it by digest); change a reward with "
-            f"`verl-slurm update-reward --checkpoint {shell_word(paths.root)} --new-model NEW`, or start a new run",
+            remedy=f"--code run goes on with the run's own reward; to replace that, {replace}, and then --code run"
+            if copied and set(changed) == {"reward"}
+            else f"put it back as it was, or begin a new run with it: {new_run}; "
+            f"to replace a reward, put the former one back, and then {replace}",
         )
     return notes
 

@@ -22,6 +22,8 @@ from verl_slurm.base.bounded import SOURCE, TooMuch, open_regular, read_regular
 from verl_slurm.base.errors import ConfigError, DataError, NotFound
 from verl_slurm.base.files import read_private
 from verl_slurm.base.one_line import counted, shell_word
+from verl_slurm.base.packages import pip_install
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.search_path import clean_environment
 from verl_slurm.checks import Finding, good, skipped
 from verl_slurm.checks.probe_command import run_to_end
@@ -143,7 +145,8 @@ def check_program(config: RunConfig) -> list[Finding]:
             "no such program",
             where=program,
             expected="a Python file that the nodes see, too",
-            remedy="set trainer.command, submit from where its path begins, or with --code run take the run's copy",
+            remedy="set trainer.command"
+            + ", or take the run's copy: --code run" * RunPaths(Path(config.run_dir)).code_record.exists(),
         )
     # Python itself also takes these; ranks are started through a program of ours, which does not.
     other = "an option of Python's" if program.startswith("-") else "a directory" if path.is_dir() else ""
@@ -430,8 +433,8 @@ def check_modules(
         where=what,
         found=f"no {', no '.join(answer.lacking)}",
         expected=f"modules that {python} finds",
-        remedy=f"install what provides {'it' if len(answer.lacking) == 1 else 'them'} ({python} -m pip install ...), "
-        "or name its directory in PYTHONPATH",
+        remedy=f"install what provides {'it' if len(answer.lacking) == 1 else 'them'} "
+        f"({pip_install('...', python=python)}), or name its directory in PYTHONPATH",
     )
 
 

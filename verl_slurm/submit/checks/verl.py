@@ -31,6 +31,7 @@ from verl_slurm.base.errors import (
     together,
 )
 from verl_slurm.base.one_line import counted, shell_word
+from verl_slurm.base.packages import pip_install
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.format.specification import MANIFEST
@@ -41,6 +42,7 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.containers.runtimes import contained_argv
 from verl_slurm.dataset.prompts.look import MOST_TEXTS, Rows, WantedRows
 from verl_slurm.loops.verl.verl_settings import start_settings
+from verl_slurm.slurm.rank_setup import python_of
 from verl_slurm.submit.checks import user_programs
 from verl_slurm.submit.checks.model_files import require_model, require_whole_weights
 from verl_slurm.submit.checks.prompt_data import look_at_files, refuse_partial
@@ -362,7 +364,8 @@ def _check_attention(config: RunConfig, settings: Mapping[str, Any]) -> list[Fin
     except ConfigError as error:
         with suppress(ConfigError):
             return check_modules(config, ["kernels"], f"verl.{key}=flash_attention_2")
-        error.remedy = f"pip install flash-attn, or add ++{key}=sdpa after `--`"
+        install = pip_install("flash-attn", python=python_of(config.slurm) or sys.executable)
+        error.remedy = f"{install}, or add ++{key}=sdpa after `--`"
         raise
 
 
@@ -580,7 +583,7 @@ def _require_beside(entry: Entry) -> None:
             "verl is installed without what its trainer imports",
             where=sys.executable,
             found=f"no {', no '.join(missing)}",
-            remedy=f"{sys.executable} -m pip install {' '.join(missing)}",
+            remedy=pip_install(*missing),
         )
 
 

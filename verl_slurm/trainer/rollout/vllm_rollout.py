@@ -107,7 +107,7 @@ class VLLMRollout:
                     "vLLM cannot start",
                     where=model_path,
                     found=" ".join(str(error).split())[:_MAX_REASON],
-                    remedy="mend what it names, or set rollout.engine=hf",
+                    remedy="correct what it names, or set rollout.engine=hf",
                 ) from error
 
     @property

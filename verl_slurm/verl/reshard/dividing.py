@@ -21,6 +21,7 @@ from typing import IO, NamedTuple, TypeVar
 import msgspec
 
 from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, VerlSlurmError
+from verl_slurm.base.packages import install_command
 from verl_slurm.base.processes import die_with_parent
 from verl_slurm.base.search_path import clean_environment
 from verl_slurm.config.schema import RunConfig
@@ -358,7 +359,7 @@ def _broken(code: int, words: str, step: Path, command: Command, *, planned: boo
             where=command.python,
             found=f"no {missing[1]}",
             expected="what the ranks import: a file is written by the torch that reads it",
-            remedy=f"{command.python} -m pip install 'verl-slurm[trainer]', or name the ranks' Python: slurm.python",
+            remedy=f"{install_command('trainer', command.python)}, or name the ranks' Python: slurm.python",
         )
     killed = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     if code < 0 and planned:
