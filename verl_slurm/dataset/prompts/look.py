@@ -21,6 +21,7 @@ from verl_slurm.dataset.prompts.chat_template import (
     no_template,
     refuses,
     renderer,
+    require_asked,
     template_refuses,
     tokens_of,
 )
@@ -149,9 +150,9 @@ def look_at(wanted: PromptsRequest) -> PromptsLook:
                     if reads_missing(answer):
                         doubtful += 1
                         first_doubtful = first_doubtful or f"{where}: {answer!r}"
-                    text = prompt if isinstance(prompt, str) else None
+                    text = None
                     if isinstance(prompt, str):
-                        lengths.add(where, prompt)
+                        lengths.add(where, text := prompt)
                     elif config.chat_template == "none":
                         raise no_conversations(where)
                     elif not wanted.has_template:
@@ -176,13 +177,12 @@ def look_at(wanted: PromptsRequest) -> PromptsLook:
     lengths.look()
     if not rows:
         raise no_rows(root, len(files), wanted.key)
-    measured = whole and lengths.there and not conversations
     return PromptsLook(
         files=len(files),
         rows=rows,
         whole=whole,
         conversations=conversations,
-        measured=measured,
+        measured=whole and lengths.there and not conversations,
         rendered=not conversations or render is not None,
         longest=lengths.longest,
         doubtful=doubtful,
@@ -203,7 +203,7 @@ def _unreadable(path: Path, key: str, error: TooMuch | OSError) -> DataError:
 
 def _rendered(render: Callable[[Messages], str], where: str, prompt: Messages) -> str:
     try:
-        return render(prompt)
+        return require_asked(where, prompt, render(prompt))
     except Exception as error:
         if not refuses(error):
             raise
