@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,13 @@ def test_an_unknown_family_is_taken_with_a_warning(workplace: Path, cli: Cli) ->
     result = cli(*DRY)
     assert result.code == 0
     assert "model_type brandnew has not been tried with this trainer" in result.out + result.err
+    # One that transformers has is taken, also beside code of its own.
+    for kind, code in (("brandnew", ExitCode.DATA), ("xglm", 0)) if find_spec("transformers") else ():
+        own = {"auto_map": {"AutoModelForCausalLM": "modeling_brandnew.BrandNewForCausalLM"}}
+        _says(workplace, model_type=kind, architectures=["BrandNewForCausalLM"], **own)
+        result = cli(*DRY)
+        assert result.code == code, result.err
+        assert ("made by code in its directory" in result.err) is (code != 0)
 
 
 @pytest.mark.scenario("USE06")

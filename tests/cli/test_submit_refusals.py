@@ -180,6 +180,7 @@ def test_a_dry_run_leaves_nothing_behind(workplace: Path, cli: Cli) -> None:
 
 def test_a_model_that_no_job_could_load_is_refused(workplace: Path, cli: Cli) -> None:
     model = workplace / "model"
+    (model / "tokenizer_config.json").write_text("{}")
     good = {path: path.read_bytes() for path in model.iterdir()}
     header = b'{"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'
     size = len(header).to_bytes(8, "little")
@@ -199,6 +200,7 @@ def test_a_model_that_no_job_could_load_is_refused(workplace: Path, cli: Cli) ->
         assert (result.code, part in result.error) == (ExitCode.DATA, True), result.error
         for path, data in good.items():
             path.write_bytes(data)
+    (model / "tokenizer_config.json").unlink()
     (model / "model.safetensors").write_bytes(size + header + b"1234")
     assert cli("submit", "config.yaml", "--cluster", "local", "--dry-run").code == 0
 

@@ -65,6 +65,9 @@ def test_a_module_or_file_that_is_not_there_is_refused(name: str) -> None:
         "if True:\n    score = make()",
         "from elsewhere import other as score",
         "class score: ...",
+        "def score(prompts, completions, answer):\n    return list(x for x in (yield_ for yield_ in []))",
+        "def score(p, r, a):\n    def each():\n        yield 1.0\n    return list(each())",
+        "@listed\ndef score(p, r, a):\n    yield 1.0",
     ],
 )
 def test_what_may_be_called_with_three_lists_is_taken(tmp_path: Path, source: str) -> None:
@@ -82,6 +85,10 @@ def test_what_may_be_called_with_three_lists_is_taken(tmp_path: Path, source: st
         ("def score(p, r, a, b): ...", "a function of 4 arguments"),
         ("def score(p, r, a, *, key): ...", "needs the keyword 'key'"),
         ("async def score(p, r, a): ...", "an async function"),
+        ("def score(p, r, a):\n    for x in r:\n        yield 1.0", "a function with `yield`"),
+        ("class score:\n    def __call__(self, p, r, a): ...", "a class, not an object"),
+        ("def score(completions, prompts, answer): ...", r"of \(completions, prompts, answer\)"),
+        ("def score(data_source, solution_str, ground_truth, extra_info=None): ...", "of .data_source"),
     ],
 )
 def test_what_cannot_be_called_so_is_refused_at_submit(tmp_path: Path, source: str, found: str) -> None:

@@ -467,6 +467,41 @@ def test_a_window_of_accelerates_is_one_step_to_save(alone: Alone, monkeypatch: 
     assert not any("accumulated" in each.text for each in said if isinstance(each, RankNotice))
 
 
+class Loader:
+    """Of rows that are drawn from others, as torch's `random_split` draws them."""
+
+    def __init__(self, batch_size: int, rows: list[int]) -> None:
+        numbers = torch.utils.data.TensorDataset(torch.arange(4))
+        self.batch_size, self.dataset = batch_size, torch.utils.data.Subset(numbers, rows)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("now", "said"),
+    [
+        (Loader(2, [0, 1, 2]), None),
+        (Loader(4, [0, 1, 2]), "loader.batch_size=4 (2) are"),
+        (Loader(2, [2, 1, 0]), "loader.digest_of_rows="),
+    ],
+    ids=["same", "batch", "order"],
+)
+def test_another_batch_size_or_order_of_the_rows_is_said(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch, now: Loader, said: str | None
+) -> None:
+    alone.life(monkeypatch, 2, resume="", loader=Loader(2, [0, 1, 2]))
+    heard = alone.life(monkeypatch, 2, resume="step_000002", loader=now)
+    notices = [each for each in heard if isinstance(each, RankNotice) and "place in the data" in each.text]
+    assert (
+        [said in each.text for each in notices if said]
+        == [True] * bool(said)
+        == [each.loud for each in notices]
+    )
+
+
 def _warmed_up(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
     schedules = torch.optim.lr_scheduler
     parts = [

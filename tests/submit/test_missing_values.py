@@ -90,6 +90,21 @@ def test_an_answer_that_reads_like_a_missing_value_is_said(tmp_path: Path, word:
     assert any("1 answer read like a missing value" in note and "a.jsonl:2" in note for note in notes)
 
 
+def test_a_mark_for_an_image_is_said_to_be_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(GOOD) + "\n")
+    root = run_config(data=DataConfig(root=str(tmp_path)))
+    assert check_data(root).notes == []
+    asked = [{"role": "user", "content": "<image>What is it?"}]
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.writelines(json.dumps(GOOD | {"prompt": prompt}) + "\n" for prompt in ("see: <video>", asked))
+    (model := tmp_path / "model").mkdir()
+    (model / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    root = run_config(path=str(model), data=DataConfig(root=str(tmp_path), files="a.jsonl"))
+    [note] = check_data(root).notes
+    assert "no image, video or sound is given to the model" in note
+    assert note.endswith("a.jsonl:2")
+
+
 def test_data_beside_the_files_that_are_read_is_named(tmp_path: Path) -> None:
     for name in ("train-1.jsonl", "train-2.jsonl.gz", "train-3.csv", "README.md", "dataset_info.json"):
         (tmp_path / name).write_text(json.dumps(GOOD) + "\n")

@@ -137,7 +137,7 @@ def test_a_conversation_that_the_chat_template_refuses_is_named(tmp_path: Path, 
     rows = [{"prompt": messages, "answer": "2"} for messages in ([ASKED], [system, ASKED])]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(DataError, match="the chat template refuses a prompt") as caught:
-        look(tmp_path, template=REFUSING[name])
+        look(tmp_path, template="{{ messages[-1].content }}" + REFUSING[name])
     assert str(caught.value.where).endswith("a.jsonl:1" if name == "TemplateSyntaxError" else "a.jsonl:2")
     assert ("no system role" if name == "raise_exception" else name) in str(caught.value.found)
 
@@ -146,7 +146,7 @@ def test_a_conversation_that_the_chat_template_refuses_is_named(tmp_path: Path, 
     "template",
     [
         "{{ bos_token + messages[0].content + eos_token }}{{ strftime_now('%Y') }}",
-        "{% if tools is not none %}{{ raise_exception('tools') }}{% endif %}",
+        "{% if tools is not none %}{{ raise_exception('tools') }}{% endif %}{{ messages[0].content | tojson | upper }}",
         "{% for m in messages %}{% generation %}{{ m | tojson(indent=2) }}{% endgeneration %}{% break %}{% endfor %}",
         "{% a_tag_of_the_future %}",
     ],
@@ -154,6 +154,33 @@ def test_a_conversation_that_the_chat_template_refuses_is_named(tmp_path: Path, 
 def test_a_template_that_takes_the_row_in_the_ranks_takes_it_at_submit(tmp_path: Path, template: str) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": [ASKED], "answer": "2"}))
     look(tmp_path, template=template)
+
+
+@pytest.mark.parametrize("role", ["human", "user"])
+def test_a_template_that_leaves_out_what_is_asked_is_refused_at_submit_and_in_the_ranks(
+    tmp_path: Path, role: str
+) -> None:
+    """Every row would be the same prompt."""
+    asked = [{"role": "user", "content": "Say:"}, {"role": role, "content": "twelve"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": asked, "answer": "2"}))
+    template = "{% for m in messages if m.role == 'user' %}{{ m.content | upper }}{% endfor %}"
+    if role == "user":
+        look(tmp_path, template=template)
+        return
+    with pytest.raises(DataError, match=r"leaves out the last message: \S+a.jsonl:1 .*role 'human'"):
+        look(tmp_path, template=template)
+    data = pytest.importorskip("verl_slurm.trainer.data")
+    with pytest.raises(DataError, match="leaves out the last message"):
+        data.as_text(RendersNothing(), None)("a.jsonl:1", asked)
+
+
+class RendersNothing:
+    """A tokenizer."""
+
+    chat_template = "any"
+
+    def apply_chat_template(self, *_: object, **__: object) -> str:
+        return ""
 
 
 @pytest.mark.parametrize("source", ["chat_template.jinja", "tokenizer_config.json", "list"])

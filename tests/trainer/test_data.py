@@ -177,6 +177,20 @@ def test_a_token_that_the_model_lacks_is_refused_with_its_row_at_submit_and_in_t
         check_data(run_config(path=str(model), root=str(root)))
 
 
+def test_a_prompt_without_a_token_and_a_broken_tokenizer_are_refused(
+    root: Path, tokenizer: PreTrainedTokenizerBase, tiny: Path, tmp_path: Path
+) -> None:
+    """Without its vocabulary transformers makes a tokenizer that has no token for any text."""
+    shutil.copytree(tiny, tmp_path / "model")
+    file = tmp_path / "model/tokenizer.json"
+    file.unlink()
+    with pytest.raises(DataError, match=r"no token of a prompt: \S+a\.jsonl:1, prompt"):
+        PromptData(root, load_tokenizer(tmp_path / "model"), DataConfig(), 0)
+    file.write_text('{"model": {"type": "of another release"}, "added_tokens": []}')
+    with pytest.raises(DataError, match="the tokenizer cannot be loaded"):
+        load_tokenizer(tmp_path / "model")
+
+
 def test_a_row_that_the_chat_template_refuses_is_named(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:

@@ -1,5 +1,6 @@
 """The networks: values and log probabilities by other means, and sharded as whole."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -95,7 +96,7 @@ def test_a_gradient_that_is_no_number_is_refused_before_the_optimizer_believes_i
     assert require_finite(7.0, "actor", 3) == 7.0
 
 
-@pytest.mark.parametrize("broken", ["nothing", "no weights", "truncated", "pickle"])
+@pytest.mark.parametrize("broken", ["nothing", "no weights", "truncated", "pickle", "act", "rope"])
 def test_a_model_that_cannot_be_loaded_is_a_data_error(tmp_path: Path, tiny: Path, broken: str) -> None:
     if broken != "nothing":
         (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
@@ -103,6 +104,12 @@ def test_a_model_that_cannot_be_loaded_is_a_data_error(tmp_path: Path, tiny: Pat
         (tmp_path / "model.safetensors").write_bytes((tiny / "model.safetensors").read_bytes()[:5000])
     if broken == "pickle":
         torch.save({}, tmp_path / "pytorch_model.bin")
+    # transformers answers by a KeyError.
+    if (name := {"act": "hidden_act", "rope": "rope_parameters"}.get(broken)) is not None:
+        said = json.loads((tiny / "config.json").read_bytes())
+        said[name] = {"rope_type": "yarn"} if broken == "rope" else "swishy"
+        (tmp_path / "config.json").write_text(json.dumps(said))
+        (tmp_path / "model.safetensors").write_bytes((tiny / "model.safetensors").read_bytes())
     with pytest.raises(DataError) as caught:
         load_causal_lm(tmp_path)
     assert "model.path" in str(caught.value.remedy)

@@ -28,6 +28,15 @@ FORMS = "rule:NAME, classifier:DIR, python:MODULE:FUNCTION or python:FILE.py:FUN
 _KINDS = re.compile(r"(rule|classifier|python):(.+)", re.DOTALL)
 _MODULE = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*")
 _ARGUMENTS = ("prompts", "responses", "answers")
+_PLACES = {
+    "prompt": 0,
+    "response": 1,
+    "completion": 1,
+    "solution_str": 1,
+    "ground_truth": 2,
+    "data_source": 3,
+}
+"""Usual names of parameters, without the s of a plural, to their places; verl's `data_source` is not given."""
 
 
 class RewardSpec(NamedTuple):
@@ -119,9 +128,9 @@ def check_function(spec: RewardSpec, file: Path) -> bool:
         )
     # A later binding of the same name wins when the module runs.
     last = found[-1]
-    # Its call would give a coroutine, and no scores.
-    if isinstance(last, ast.AsyncFunctionDef):
-        raise _refusal(spec, f"an async function at {file}:{last.lineno}", "a plain function")
+    # Its call would give a coroutine, an object or an iterator, and no scores.
+    if kind := _no_plain_function(last):
+        raise _refusal(spec, f"{kind} at {file}:{last.lineno}", "a plain function")
     # A name that is bound by an assignment or an import is not followed.
     if not isinstance(last, ast.FunctionDef):
         return False
@@ -130,6 +139,23 @@ def check_function(spec: RewardSpec, file: Path) -> bool:
     answers = [argument.arg for argument in (*last.args.posonlyargs, *last.args.args)][2:3]
     names = (node for node in ast.walk(last) if isinstance(node, ast.Name) and node.id in answers)
     return any(isinstance(node.ctx, ast.Load) for node in names)
+
+
+def _no_plain_function(node: ast.stmt) -> str:
+    match node:
+        case ast.AsyncFunctionDef():
+            return "an async function"
+        case ast.ClassDef() if any("__call__" in names_of(part) for part in node.body):
+            return "a class, not an object of it"
+        # A decorator may make a list of what is yielded; functions within it are others.
+        case ast.FunctionDef(decorator_list=[]):
+            rest: list[ast.AST] = [*node.body]
+            while rest:
+                if isinstance(part := rest.pop(), ast.Yield | ast.YieldFrom):
+                    return "a function with `yield`"
+                if not isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                    rest += ast.iter_child_nodes(part)
+    return ""
 
 
 def bindings(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
@@ -164,11 +190,15 @@ def names_of(node: ast.stmt) -> set[str]:
 
 def _complaint(args: ast.arguments) -> str:
     """Returns why a function with these parameters cannot take three positional arguments; empty if it can."""
-    positional = len(args.posonlyargs) + len(args.args)
+    names = [argument.arg for argument in (*args.posonlyargs, *args.args)]
+    positional = len(names)
     # More parameters are fine as long as they have defaults.
     needed = positional - len(args.defaults)
     if needed > len(_ARGUMENTS) or (positional < len(_ARGUMENTS) and args.vararg is None):
         return f"a function of {counted(positional, 'argument')}"
+    # They are given by their places: by other names each would be taken for another list, in silence.
+    if any(_PLACES.get(name.rstrip("s"), place) != place for place, name in enumerate(names[:3])):
+        return f"a function of ({', '.join(names[:3])})"
     missing = [
         arg.arg for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True) if default is None
     ]

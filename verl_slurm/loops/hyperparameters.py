@@ -6,10 +6,11 @@ metadata.json has, as `made_with`, what the program made its objects with, befor
 
 The functions of a LambdaLR are the other way round: they are the program's, called at the restored place. A longer run
 changes its rates so, at once. `rates` in metadata.json has what those functions were made with. A place in the data is
-counted in the batches that the program has now. What those are made of is saved, too (Hugging Face: `data` in
-metadata.json; Lightning: its place).
+counted in the batches that the program has now. What those are made of is saved, too (`data` in metadata.json;
+Lightning: its place).
 """
 
+import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
@@ -19,12 +20,15 @@ import msgspec
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Subset
 
 from verl_slurm.checkpoint.store.reader import CheckpointReader
 from verl_slurm.checkpoint.store.run_config import keys_for
 from verl_slurm.loops.session import Session
 
 _MOST_NAMED = 5
+_MOST_INDICES = 10_000
+_ROWS = "digest_of_rows"
 
 
 class _Metadata(msgspec.Struct, frozen=True):
@@ -140,7 +144,8 @@ def tell_moved(session: Session, then: Mapping[str, int], now: Mapping[str, int]
     if differing := _differing(then, now):
         session.notice(
             f"the program's {differing} are not those of the checkpoint, in brackets: its place in the data is counted "
-            "in the new values, and samples of this epoch come again or never. Set them back to go on where it was",
+            "in the new values, and samples of this epoch come again or never. Set them back to go on where it was; "
+            f"{_ROWS} is another where rows are shuffled or split without a seed",
             topic="rates",
             loud=True,
         )
@@ -159,8 +164,19 @@ def _differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return ", ".join(differing[:_MOST_NAMED]) + more
 
 
+def _rows(data: Any, num: int) -> object:
+    """Returns what another order or choice of rows changes. No sample is made: it may be augmented at random."""
+    if isinstance(data, Subset):
+        return [int(index) for index in data.indices[:_MOST_INDICES]]
+    # A data set of `datasets`: the rows as they are stored.
+    return data.with_format("arrow")[[0, num // 2, num - 1]].to_pylist()
+
+
 def counted_in(loader: Any, prefix: str = "", **values: object) -> dict[str, int]:
-    """Returns those of `values` that are whole numbers, and the length of the loader's data set, where it has one."""
+    """Returns those of `values` that are whole numbers, and of the loader's data set the length and the order of rows,
+    where they can be told."""
     with suppress(AttributeError, TypeError, NotImplementedError):
-        values["samples"] = len(loader.dataset)
+        values["samples"] = num = len(loader.dataset)
+        with suppress(Exception):  # the training itself says what cannot be read
+            values[_ROWS] = zlib.crc32(repr(_rows(loader.dataset, num)).encode())
     return {f"{prefix}{name}": int(value) for name, value in values.items() if isinstance(value, int)}

@@ -50,7 +50,7 @@ from verl_slurm.checkpoint.store.run_config import keys_for
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config.load import dump, load_own
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.loops.hyperparameters import hyperparameters, rates, tell_replaced
+from verl_slurm.loops.hyperparameters import counted_in, hyperparameters, rates, tell_replaced
 from verl_slurm.loops.loop_state import Objects, encode_state, load_state, take_state
 from verl_slurm.loops.session import Session
 from verl_slurm.loops.step_end import StepEndSaver, own_ranks
@@ -179,11 +179,14 @@ class LoopRun:
         # Before the saver: it starts at the resumed step.
         if self._session.resume is not None:
             self._go_on_from(self._session.resume)
-        schedules = rates(self._named)
-        tell_replaced(self._session, made_with, _SET_THEM, rates=schedules)
+        schedules, data = rates(self._named), dict[str, int]()
+        for name, one in self._named.items():
+            data |= counted_in(one, f"{name}.", batch_size=getattr(one, "batch_size", None))
+        tell_replaced(self._session, made_with, _SET_THEM, rates=schedules, data=data)
         self._asked_at = self.step
         self._watch_updates()
-        metadata = {"objects": list(self._objects.names), "made_with": made_with, "rates": schedules}
+        objects = list(self._objects.names)
+        metadata = {"objects": objects, "made_with": made_with, "rates": schedules, "data": data}
         self._saver = StepEndSaver(
             self._session,
             self._ranks,

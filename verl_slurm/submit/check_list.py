@@ -45,7 +45,13 @@ from verl_slurm.runs.run_record import ended_well, has_begun, steps_done
 from verl_slurm.slurm.batch import asked_partition
 from verl_slurm.submit.checks import model_files, run_directory, slurm_answers
 from verl_slurm.submit.checks.code_trees import CodeChoice, TreesRead, plan_code
-from verl_slurm.submit.checks.model_and_reward import built_before, check_guest, check_names, check_reward
+from verl_slurm.submit.checks.model_and_reward import (
+    built_before,
+    check_guest,
+    check_names,
+    check_remote_code,
+    check_reward,
+)
 from verl_slurm.submit.checks.prompt_data import check_data, check_sides
 from verl_slurm.submit.checks.ranks_environment import check_rank_environment
 from verl_slurm.submit.checks.resume_point import (
@@ -256,7 +262,8 @@ def _inputs(draft: Draft) -> list[Finding]:
         taken["data"] += check_sides(config, looks["data.root"], looks.get("data.eval_root"))
     draft.plan.inputs = [*taken.items(), ("reward", config.model.reward)]
     notes += model_files.check_family(draft.config)
-    return [*(good(f"{name} {text}") for name, text in draft.plan.inputs), *map(warn, notes)]
+    unseen = check_remote_code(config, said)
+    return [*(good(f"{name} {text}") for name, text in draft.plan.inputs), *map(warn, notes), *unseen]
 
 
 def _program(draft: Draft) -> list[Finding]:

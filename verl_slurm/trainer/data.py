@@ -23,6 +23,7 @@ from verl_slurm.dataset.prompts.chat_template import (
     no_template,
     processor_template,
     refuses,
+    require_asked,
     template_refuses,
     tokens_of,
 )
@@ -69,7 +70,7 @@ def as_text(
             if not refuses(error):
                 raise
             raise template_refuses(where, error) from error
-        return str(text)
+        return require_asked(where, prompt, str(text))
 
     return render
 
@@ -119,7 +120,10 @@ def load_tokenizer(model_path: Path) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(model_path), local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError) as error:
+    # Libraries raise anything for a broken file, the tokenizers plain `Exception`.
+    except Exception as error:
+        if isinstance(error, MemoryError):
+            raise
         raise DataError(
             "the tokenizer cannot be loaded",
             where=model_path,

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -20,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
 from verl_slurm.base.bounded import ADAPTER_FILES
-from verl_slurm.base.errors import ConfigError, DataError
+from verl_slurm.base.errors import ConfigError, DataError, VerlSlurmError
 from verl_slurm.base.packages import pip_install
 from verl_slurm.config.families import right_attentions
 from verl_slurm.config.roles import ROLES, Role
@@ -113,7 +112,9 @@ def load_pretrained(
                 **options,
             )
     # What libraries raise for a broken directory has no common class.
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+    except Exception as error:
+        if isinstance(error, VerlSlurmError | MemoryError):
+            raise
         raise DataError(
             "the model cannot be loaded", where=path, found=error, expected=expected, remedy=f"set {key}"
         ) from error

@@ -1,6 +1,7 @@
 """Renders by a run's chat template, as far as possible without transformers; tells a row that is refused."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -172,6 +173,23 @@ def template_refuses(where: object, error: BaseException) -> DataError:
     )
 
 
+def require_asked(where: object, messages: Sequence[Any], text: str) -> str:
+    """Returns a rendered conversation. Raises DataError if the template has left out what is to be answered."""
+    last = messages[-1]
+    content = last.get("content")
+    # A template may quote what it says; its longest word stays.
+    words = re.findall(r"\w+", content) if isinstance(content, str) else []
+    if words and max(words, key=len).casefold() not in text.casefold():
+        raise DataError(
+            "the chat template leaves out the last message",
+            where=where,
+            found=f"a message of the role {last.get('role')!r}, and no {max(words, key=len)[:40]!r} in the prompt",
+            expected="the text that the policy answers",
+            remedy="use a role that the template knows, such as user, or set data.chat_template",
+        )
+    return text
+
+
 def tokens_of(
     encode: Callable[[list[str]], list[list[int]]],
     texts: list[str],
@@ -185,7 +203,7 @@ def tokens_of(
         vocabulary: number of the model's tokens; None: not known.
 
     Raises:
-        DataError: the tokenizer refuses one of them, or the model has no such token.
+        DataError: the tokenizer refuses one of them or makes nothing of it, or the model has no such token.
     """
     try:
         found = encode(texts)
@@ -207,6 +225,13 @@ def tokens_of(
                 ) from own
         raise
     for text, ids in zip(texts, found, strict=True):
+        if not ids:
+            raise DataError(
+                "the tokenizer makes no token of a prompt",
+                where=f"{place(text)}, prompt {text[:40]!r}",
+                expected="a tokenizer that has the prompt's characters",
+                remedy="set model.path to a model with its whole tokenizer, or remove the row",
+            )
         if vocabulary is not None and max(ids, default=0) >= vocabulary:
             raise DataError(
                 "the model lacks a token of the tokenizer's",

@@ -4,6 +4,7 @@ It runs in a process of its own (`python -m verl_slurm.dataset.prompts`). The ra
 """
 
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from verl_slurm.dataset.prompts.chat_template import (
     no_template,
     refuses,
     renderer,
+    require_asked,
     template_refuses,
     tokens_of,
 )
@@ -42,6 +44,7 @@ _AT_LEAST_ROWS = 2000
 _TEXTS_AT_ONCE = 1000
 MOST_TEXTS = 1000
 _MOST_NUMBERS = 1 << 18
+_MEDIA = re.compile("<(?:image|video|audio)>")
 
 
 class PromptsRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -81,6 +84,8 @@ class PromptsLook(msgspec.Struct, frozen=True, kw_only=True):
     """Answers that read like a missing value, e.g. `nan`."""
     first_doubtful: str = ""
     """Place and text of the first of them."""
+    media: str = ""
+    """Place of the first prompt with a mark for an image, a video or sound, which is text to the trainer."""
     numbers: list[int] | None = None
     """`number_of` each row's prompt, of a conversation as it is rendered here; None: no side is asked for, or not all
     are known."""
@@ -134,7 +139,7 @@ def look_at(wanted: PromptsRequest) -> PromptsLook:
     # A time, not a number of rows: a user waits for the submission, and the ranks read every row in any case.
     until = time.monotonic() + wanted.seconds
     rows, whole, conversations = 0, True, False
-    missing, doubtful, first_doubtful = _Missing(), 0, ""
+    missing, doubtful, first_doubtful, media = _Missing(), 0, "", ""
     numbers, has_sides = list[int](), bool(config.eval_root is not None or config.eval_fraction)
     for name in files:
         # Rows behind `data.limit` never train, so nothing is asked of them.
@@ -149,9 +154,10 @@ def look_at(wanted: PromptsRequest) -> PromptsLook:
                     if reads_missing(answer):
                         doubtful += 1
                         first_doubtful = first_doubtful or f"{where}: {answer!r}"
-                    text = prompt if isinstance(prompt, str) else None
+                    media = media or where * bool(_MEDIA.search(str(prompt)))
+                    text = None
                     if isinstance(prompt, str):
-                        lengths.add(where, prompt)
+                        lengths.add(where, text := prompt)
                     elif config.chat_template == "none":
                         raise no_conversations(where)
                     elif not wanted.has_template:
@@ -176,17 +182,17 @@ def look_at(wanted: PromptsRequest) -> PromptsLook:
     lengths.look()
     if not rows:
         raise no_rows(root, len(files), wanted.key)
-    measured = whole and lengths.there and not conversations
     return PromptsLook(
         files=len(files),
         rows=rows,
         whole=whole,
         conversations=conversations,
-        measured=measured,
+        measured=whole and lengths.there and not conversations,
         rendered=not conversations or render is not None,
         longest=lengths.longest,
         doubtful=doubtful,
         first_doubtful=first_doubtful,
+        media=media,
         numbers=numbers if has_sides and whole and len(numbers) == rows else None,
         begin=begin.tokens[0] if begin is not None and lengths.any else "",
     )
@@ -203,7 +209,7 @@ def _unreadable(path: Path, key: str, error: TooMuch | OSError) -> DataError:
 
 def _rendered(render: Callable[[Messages], str], where: str, prompt: Messages) -> str:
     try:
-        return render(prompt)
+        return require_asked(where, prompt, render(prompt))
     except Exception as error:
         if not refuses(error):
             raise

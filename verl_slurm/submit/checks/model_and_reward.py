@@ -4,7 +4,9 @@ import hashlib
 import os
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import verl_slurm
 from verl_slurm.base.bounded import read_model_config
@@ -12,10 +14,10 @@ from verl_slurm.base.errors import ConfigError, DataError
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.packages import require_packages
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checks import Finding, good, told
+from verl_slurm.checks import Finding, good, skipped, told
 from verl_slurm.checks.probe_command import run_to_end
 from verl_slurm.config.checks.rollout import max_model_len
-from verl_slurm.config.families import max_positions
+from verl_slurm.config.families import FAMILIES, max_positions
 from verl_slurm.config.load import load_resolved
 from verl_slurm.config.reward_spec import FORMS, check_function, nearest_form, parse_reward, source_file
 from verl_slurm.config.roles import data_root
@@ -23,7 +25,13 @@ from verl_slurm.config.schema import BUILTIN, RunConfig
 from verl_slurm.program.git import work_tree
 from verl_slurm.program.listing import holds_other_things
 from verl_slurm.submit.checks.model_files import BUILTIN_MODELS, check_model, refuse_pointers, weights_of
-from verl_slurm.submit.checks.user_programs import check_program, check_source, ranks_search, why_unseen
+from verl_slurm.submit.checks.user_programs import (
+    answer_of_ranks_python,
+    check_program,
+    check_source,
+    ranks_search,
+    why_unseen,
+)
 from verl_slurm.submit.relative_paths import with_values
 
 # As `BUILTIN_MODELS`, without torch; a test compares them.
@@ -218,6 +226,27 @@ def check_reward(text: str, config: RunConfig | None = None) -> list[str]:
     whole_tree = config.code.tree != "auto" or (top is not None and not holds_other_things(top))
     beside = [str(file.parent)] if spec.is_file and whole_tree else []
     return notes + told(check_source(config, "model.reward", file, spec.function, package, beside))[1]
+
+
+# With torch, which takes seconds: asked for a directory with code of its own alone.
+_IS_KNOWN = """import sys, transformers.models.auto.modeling_auto as auto
+print(sys.stdin.read() in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)"""
+
+
+def check_remote_code(config: RunConfig, said: Mapping[str, Any]) -> list[Finding]:
+    """Raises DataError for a model that only the code in its directory makes; `said` is its config.json."""
+    kind = str(said.get("model_type"))
+    if not said.get("auto_map") or kind in FAMILIES:
+        return []
+    answer, unseen = answer_of_ranks_python(config, _IS_KNOWN, kind)
+    if answer == "False":
+        raise DataError(
+            "the model is made by code in its directory, and none of that is run",
+            where=config.model.path,
+            found=f"auto_map in config.json, and no model_type {kind} in the ranks' transformers",
+            remedy="set model.path to a model of a family in docs/models.md",
+        )
+    return [skipped(f"whether transformers has a model_type {kind}: {unseen}")] if unseen else []
 
 
 def _no_answers(reward: str) -> str:

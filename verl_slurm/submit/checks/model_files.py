@@ -50,7 +50,8 @@ BUILTIN_MODELS: dict[str, dict[str, Any]] = {
 """Maps a name to the content of its config.json once it is built."""
 # The names that `from_pretrained` looks for.
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
+# Files of vocabularies. Without one transformers makes an empty tokenizer, which takes every text and has no token.
+_VOCABULARY = re.compile(r"tokenizer\.json|vocab.*|tekken.*|.+\.tiktoken|.+\.model(\.v\d+)?")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -109,11 +110,11 @@ def check_model(key: str, directory: Path, written: str = "") -> None:
     # Names first, then the contents of small files, and the headers of large ones last.
     _check_weights(key, directory, remedy)
     named = _check_config(directory / "config.json", remedy)
-    if not any((directory / name).is_file() for name in _TOKENIZERS):
+    if not any(_VOCABULARY.fullmatch(path.name) and path.is_file() for path in directory.iterdir()):
         raise DataError(
             "the model directory has no tokenizer",
             where=directory,
-            expected=" or ".join(_TOKENIZERS),
+            expected="tokenizer.json, or the vocabulary of an older kind (tokenizer.model, vocab.json)",
             remedy=f"save the tokenizer there too (tokenizer.save_pretrained), or {remedy}",
         )
     if key == "model.path":

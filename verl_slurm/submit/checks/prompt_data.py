@@ -103,6 +103,10 @@ def check_data(config: RunConfig, key: str = "data.root", *, begun: bool = False
         notes.append(
             f"{key}: {counted(found.doubtful, 'answer')} read like a missing value, the first at {found.first_doubtful}"
         )
+    if found.media:
+        notes.append(
+            f"{key}: no image, video or sound is given to the model: its mark is text, the first at {found.media}"
+        )
     # Two seconds of rows, and no more: a data set of hours would hold the submission up, and the ranks read it all.
     if not found.whole:
         notes.append(f"{key}: only the first {found.rows} rows were looked at; the ranks read them all")
