@@ -193,9 +193,10 @@ def test_early_stopping_is_an_end_and_no_interruption(tmp_path: Path) -> None:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             control.should_training_stop = state.global_step == 5
 
-    daemon = Daemon()
-    Life(Run(tmp_path / "run").life(daemon), Enough())
+    daemon, run = Daemon(), Run(tmp_path / "run")
+    Life(run.life(daemon), Enough())
     assert [message.step for message in daemon.heard(Finished)] == [5]
+    assert run.checkpoints()[-1].name == "step_000005", "its last step is saved, as any other's"
 
 
 def test_data_that_runs_out_is_refused_and_not_taken_for_the_end(tmp_path: Path) -> None:
@@ -628,8 +629,8 @@ def test_a_changed_batch_size_accumulation_seed_or_data_set_is_said(
     assert all(words in notice.text for words, notice in zip(said, notices, strict=True))
 
 
-@pytest.mark.parametrize("step", [2, 4, 5])
-def test_early_stopping_counts_on_over_an_interruption(tmp_path: Path, step: int) -> None:
+@pytest.mark.parametrize(("step", "on_start"), [(2, True), (2, False), (4, False), (5, False)])
+def test_early_stopping_counts_on_over_an_interruption(tmp_path: Path, step: int, on_start: bool) -> None:
     run = Run(tmp_path / "run")
 
     def lived(daemon: Daemon, patience: EarlyStoppingCallback) -> Life:
@@ -643,11 +644,13 @@ def test_early_stopping_counts_on_over_an_interruption(tmp_path: Path, step: int
             eval_steps=1,
             metric_for_best_model="never_better",
             greater_is_better=True,
+            eval_on_start=on_start,
         )
 
     # At step 5 the request and the early stopping come together.
     assert lived(Daemon({step: stop()}), EarlyStoppingCallback(4)).stopped
     daemon, patience = Daemon(), EarlyStoppingCallback(4)
+    # A resume evaluates no start once more, which would count.
     assert lived(daemon, patience).trainer.state.global_step == 5
     assert patience.early_stopping_patience_counter == 4
     assert [message.step for message in daemon.heard(Finished)] == [5]

@@ -117,7 +117,7 @@ def require_in_place(directory: Path, config: RunConfig, verb: str) -> None:
             "a copy, or a run that was moved",
             where=directory,
             found=f"this run was made as {made_as} and lies in {directory.resolve()}",
-            remedy=f"{there}move this one there (a link of that name will do), or go on in a new run: "
+            remedy=f"{there}move this one back there, or go on in a new run: "
             f"verl-slurm submit {shell_word(directory / 'run.yaml')} name=NEW run_dir=NEW "
             f"{shell_word(f'checkpoint.resume_from={directory}/checkpoints/NAME')} "
             f"(`verl-slurm list {shell_word(directory)}` lists the names)",

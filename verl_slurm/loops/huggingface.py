@@ -189,6 +189,8 @@ class VerlSlurmCallback(Served, TrainerCallback):
             tell_replaced(self.session, self._made_with, _SET_THEM, rates=self._rates, data=self._data)
         if not again and (loss := _data_loss(args, kwargs.get("train_dataloader"))):
             self.session.notice(loss, loud=self.resume is not None)
+        if self.resume is not None and not self.is_adopted:
+            args.eval_on_start = False  # it was, and counts for early stopping
         if self._trl is not None:
             self._begin_trl(self._trl, saver, args, again=again)
         # Last, after all refusals: from here on a checkpoint of the Trainer lands where it can be committed by a
@@ -371,7 +373,8 @@ class VerlSlurmCallback(Served, TrainerCallback):
         # A step's end is reported before its save: the daemon counts the save to the safe point after that step.
         self._tell(state, {})
         self._give_back_strategy(args)
-        step, last = state.global_step, state.global_step >= state.max_steps
+        step = state.global_step
+        last = step >= state.max_steps or (control.should_training_stop and not self.stopped)
         failure = self._saver.save(
             step,
             self._saver.files(f"checkpoint-{step}", seal=functools.partial(self._seal, step)),
@@ -431,10 +434,16 @@ class VerlSlurmCallback(Served, TrainerCallback):
     ) -> None:
         if self._saver is None:
             return
+        step, trainer = state.global_step, self._trainer
+        if not self.stopped and self._saver.saved_step != step and trainer is not None:
+            # Another callback has ended it (early stopping), at a step that was none to save.
+            self._saver.begins(step)
+            trainer._save_checkpoint(kwargs["model"], None)
+            self.on_save(args, state, control)
         self._restore(args)
         if self.stopped:
             self._saver.leave()
-        else:  # the last step, or another callback's decision (early stopping)
+        else:  # the last step, or another callback's decision
             # Said to the daemon later, by `_finish`: the user's `with` block may not be over.
             self._finished_at = state.global_step
 
