@@ -1,6 +1,8 @@
 """TRL's own trainers as guests, in this process: stopped in the middle of a cycle of completions, and resumed."""
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -253,3 +255,28 @@ def test_sharded_by_accelerate_it_samples_nothing_twice_and_ends_bit_for_bit_ali
     two_ranks(Path(__file__).with_name("fsdp_worker.py"), str(tmp_path), "grpo")
     files = {path.name for path in (tmp_path / "stopped/checkpoints/step_000003/guest/trl/own").iterdir()}
     assert {"rank_0000.bin", "rank_0001.bin"} <= files
+
+
+STREAMS = """
+import json, sys
+import datasets
+
+rows = [{"id": n} for n in range(6)]
+def new():
+    return datasets.IterableDataset.from_generator(lambda: iter(rows))
+
+first = new()
+passes = iter(first)
+read = [next(passes)["id"] for _ in range(2)]
+resumed = new()
+resumed.load_state_dict(first.state_dict())
+print(json.dumps([read, [row["id"] for row in resumed], [row["id"] for row in resumed]]))
+"""
+
+
+def test_a_stream_that_was_resumed_begins_its_later_passes_at_its_beginning(tmp_path: Path) -> None:
+    """By datasets alone each later pass begins where the first one was resumed (a trial)."""
+    (tmp_path / "streams.py").write_text(STREAMS)
+    argv = [sys.executable, "-P", "-m", "verl_slurm.loops.rendezvous", str(tmp_path / "streams.py")]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "[[0, 1], [2, 3, 4, 5], [0, 1, 2, 3, 4, 5]]\n"

@@ -11,15 +11,18 @@ input what to run. If that ends without orders, so does this process. Where a mo
 now has another value, all begins anew.
 """
 
+import itertools
 import os
 import runpy
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
+from typing import Any
 
 from verl_slurm.base.errors import WireError
 from verl_slurm.base.search_path import PYTHONPATH
@@ -40,6 +43,7 @@ def start() -> None:
     # Before anything imports torch: its groups are checked from the first one on.
     install_on_import()
     after_import("torch.utils.data._utils.signal_handling", _keep_workers)
+    after_import("datasets.iterable_dataset", _begin_passes_anew)
     reach_children()
     if sys.argv[1] == "--imports":
         _stand_by(Path(sys.argv[2]))
@@ -90,6 +94,21 @@ def _keep_workers(handling: ModuleType) -> None:
         threading.Thread(target=wait, daemon=True).start()
 
     handling._set_worker_signal_handlers = set_and_block  # type: ignore[attr-defined]
+
+
+def _begin_passes_anew(streams: ModuleType) -> None:
+    """Has the first pass of a stream alone begin where its state was loaded."""
+    passes = streams.IterableDataset.__iter__
+
+    def begin(stream: Any) -> Iterator[object]:
+        rows = iter(passes(stream))
+        first = list(itertools.islice(rows, 1))
+        # Otherwise (datasets 5.2) each later one begins there, too, and the rows before it never come again.
+        stream._starting_state_dict = None
+        yield from first
+        yield from rows
+
+    streams.IterableDataset.__iter__ = begin
 
 
 def _stand_by(imports: Path) -> None:
