@@ -224,6 +224,7 @@ def test_changed_data_is_refused_with_the_files_until_it_is_accepted(workplace: 
     accepted = cli(*base, "--force-resume", "--yes")
     assert accepted.code == 0
     assert "goes on with changed data, as asked: 1 added, 0 removed, 1 changed" in accepted.out
+    assert "rows may come again, or never" in accepted.err
     assert cli("fingerprint", run).code == 0
 
 

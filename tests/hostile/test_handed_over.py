@@ -565,6 +565,7 @@ def test_a_copy_that_is_handed_back_changes_nothing_in_the_tier_of_its_original(
     assert done.code == ExitCode.CONFIG, done.err
     assert done.err.count("\n") == 1
     assert str(place.run.root) in done.err
+    assert " link" not in done.err, "a run directory that is one is refused"
     assert {path.name: path.read_bytes() for path in archived.rglob("*") if path.is_file()} == before
     assert measured("tiers", place.run.root, "--offload").code == 0
 

@@ -33,9 +33,9 @@ def require_usable(version: str | None) -> str:
     pip = pip_install(f"verl=={RELEASES[0]}")
     if version is None:
         raise ConfigError(
-            "verl is not installed in the Python that the job runs",
+            "verl is not installed in this Python",
             where=sys.executable,
-            expected="the package verl",
+            expected="the package verl, in the Python that submits and in that of the job",
             remedy=f"{pip}, or submit from the environment that has it",
         )
     if version in RELEASES:
