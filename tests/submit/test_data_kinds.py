@@ -210,6 +210,10 @@ def test_a_split_that_both_roots_leave_a_side_of_empty_is_refused_before_the_que
     assert "set data.eval_files or data.eval_root" in said
     code, said = submit(*APART, "data.eval_files=test.jsonl", chat)
     assert (code, "; 3 train, 2 are held out" in said) == (ExitCode.OK, True), said
+    jsonl(tmp_path / "data" / "test.jsonl", [{"question": "9+1=", "answer": "10"}])
+    code, said = submit(*APART, "data.eval_files=test.jsonl", chat)
+    assert "write what is held out under the keys of the training rows" in said
+    jsonl(tmp_path / "data" / "test.jsonl", kind([*ROWS[:2], ROWS[0], {"prompt": "9+1=", "answer": "10"}]))
     # As the ranks: a row behind the limit never trains.
     code, said = submit(*APART, "data.eval_files=test.jsonl", "data.limit=2", chat)
     assert (code, "0 prompts to train on, 4 held out" in said) == (ExitCode.DATA, True), said

@@ -172,7 +172,7 @@ def _newest(run: RunPaths, node: int | None, agent: bool, service: str | None) -
     last = read_history(run).restart
     newest = "b"
     if last is not None and service is None and not agent:
-        newest = run.rank_log(last.attempt, last.number, node or 0).name
+        newest = run.rank_log(last.attempt or 0, last.number, node or 0).name
     mine = [path for path in _rank_logs(run) if path.name.endswith(suffix) and path.name <= newest]
     if mine:
         return max(mine)

@@ -177,7 +177,7 @@ def look_at(wanted: PromptsRequest) -> PromptsLook:
                         break
         except (TooMuch, OSError) as error:
             raise _unreadable(path, wanted.key, error) from None
-    missing.refuse(rows)
+    missing.refuse(rows, wanted.key)
     # The rest of the last batch.
     lengths.look()
     if not rows:
@@ -266,12 +266,14 @@ class _Missing:
         self._first.setdefault(error.key, error)
         self._counts[error.key] += 1
 
-    def refuse(self, rows: int) -> None:
-        """Raises MissingValue if there was one; `rows` were looked at."""
+    def refuse(self, rows: int, root: str) -> None:
+        """Raises MissingValue if there was one; `rows` were looked at, of the root with this key."""
         for key, error in self._first.items():
             count = self._counts[key]
             if count > 1:
                 error.what = f"{count} of {counted(rows, 'row')} have no text under {key!r}"
+            if root == "data.eval_root":  # another key would be the training rows', too
+                error.remedy = "write what is held out under the keys of the training rows"
             if count < rows:
                 error.remedy = f"fix or remove {'it' if count == 1 else 'them'}, or {error.remedy}"
             raise error

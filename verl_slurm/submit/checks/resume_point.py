@@ -104,8 +104,7 @@ def check_frozen_inputs(config: RunConfig, paths: RunPaths, name: str) -> list[s
         name: the checkpoint that the run goes on from, of this run or an absolute path.
 
     Raises:
-        DataError: the model, the reward, what is held out, or the chat template has changed; of another run's
-            checkpoint that is a note.
+        DataError: model, reward, what is held out, or chat template has changed; of another run's that is a note.
     """
     try:
         was = read_manifest(paths.checkpoints / name).frozen
