@@ -42,6 +42,8 @@ def test_nobody_but_this_machine_can_connect_and_each_version_has_its_words() ->
     assert "cred_expire" not in text
     assert "CommunicationParameters=NoInAddrAny,NoCtldInAddrAny\n" in text
     assert text.count("NodeAddr=127.0.0.1") == 4
+    elsewhere = slurm_conf(ClusterOptions(), msgspec.structs.replace(layout(), by_loopback=False), {})
+    assert "InAddrAny" not in elsewhere
 
 
 @pytest.mark.parametrize(

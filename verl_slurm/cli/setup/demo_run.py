@@ -32,6 +32,7 @@ from verl_slurm.runs.run_record import last_job
 from verl_slurm.slurm.devcluster.cluster import DevCluster
 from verl_slurm.slurm.devcluster.conf import ClusterOptions
 from verl_slurm.slurm.devcluster.faults import preempt
+from verl_slurm.slurm.runner import telling
 from verl_slurm.submit.submission import carry_out, plan_submission
 from verl_slurm.submit.submission_plan import SubmissionPlan
 
@@ -142,7 +143,8 @@ def _cluster(directory: Path, tell: Teller, without_slurm: bool) -> Iterator[Dev
     cluster = DevCluster(directory / "cluster")
     before = os.environ.get("SLURM_CONF")
     try:
-        status = cluster.start(ClusterOptions(nodes=4, gpus="auto"))
+        with telling(tell.say):
+            status = cluster.start(ClusterOptions(nodes=4, gpus="auto"))
         gpus = f" and {counted(sum(status.gpus.values()), 'GPU')}" if status.gpus else ""
         tell.say(
             f"Slurm {status.slurm_version}: {counted(len(status.nodes), 'node')}{gpus}, up in {status.seconds:.1f} s"

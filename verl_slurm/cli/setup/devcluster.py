@@ -20,6 +20,7 @@ from verl_slurm.slurm.devcluster.cluster import ClusterStatus, DevCluster
 from verl_slurm.slurm.devcluster.conf import ClusterOptions
 from verl_slurm.slurm.devcluster.faults import fail_node, preempt, restore_node
 from verl_slurm.slurm.devcluster.state import read_state
+from verl_slurm.slurm.runner import telling
 from verl_slurm.wire.environment import DEVCLUSTER_VARIABLE
 
 
@@ -140,7 +141,8 @@ def _start(cluster: DevCluster, as_json: bool, **chosen: Any) -> None:
             found=error,
             remedy="verl-slurm devcluster start --help",
         ) from error
-    status = cluster.start(options)
+    with telling(render.warning):
+        status = cluster.start(options)
     head = f"Slurm {status.slurm_version} with {counted(len(status.nodes), 'node')} is up"
     facts = _gpus(status, asked=options.gpus)
     use = f"To use it in this shell:  {_exports(cluster.env())}"

@@ -18,6 +18,7 @@ import re
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -39,6 +40,7 @@ from verl_slurm.slurm.devcluster.cluster_processes import (
     node_log_name,
 )
 from verl_slurm.slurm.devcluster.state import ClusterState, locked, read_state, write_state
+from verl_slurm.slurm.runner import tell_user
 
 # sockaddr_un.sun_path holds 108 bytes with the final NUL (unix(7)); the longest name we make below DIR is
 # slurmstepd's spool/nodeNN/nodeNN_JOBID.STEPID
@@ -161,9 +163,15 @@ class DevCluster:
             # Together the nodes have less than there is, as the system needs some itself.
             memory_mb=options.mem_mb_per_node
             or max(64, psutil.virtual_memory().total // 2**20 * 9 // 10 // options.nodes),
+            by_loopback=machine.is_known_by_loopback(),
             ports=machine.free_ports(options.nodes + 1),
             gpus=conf.deal_gpus(options, machine.real_gpus(), self.directory / "gpus"),
         )
+        if not layout.by_loopback:
+            tell_user(
+                "Slurm's daemons listen on every interface, to what this cluster's munge key signs: `127.0.0.1 "
+                f"{socket.gethostname()}` as the first line of /etc/hosts has them on the loopback"
+            )
         for file in (file for files in layout.gpus.values() for file in files):
             # Slurm grants GPUs that have a file; those that do not exist get an empty one.
             if not self._is_real(file):

@@ -63,6 +63,8 @@ class ClusterLayout(msgspec.Struct, frozen=True, kw_only=True):
     """E.g. (22, 5)."""
     memory_mb: int
     """Of each node."""
+    by_loopback: bool = True
+    """The daemons listen on the loopback alone. Slurm can do so where that is the address of the machine's name."""
     ports: tuple[int, ...]
     """slurmctld's, then one per node."""
     gpus: dict[str, tuple[str, ...]] = {}
@@ -135,8 +137,8 @@ def slurm_conf(options: ClusterOptions, layout: ClusterLayout, settings: Mapping
         f"StateSaveLocation={base}/state",
         f"SlurmctldLogFile={base}/log/slurmctld.log",
         f"SlurmdLogFile={base}/log/slurmd.%n.log",
-        # loopback alone: by default Slurm listens on every interface
-        "CommunicationParameters=NoInAddrAny,NoCtldInAddrAny",
+        # By default Slurm listens on every interface, for what munge's key has signed.
+        *["CommunicationParameters=NoInAddrAny,NoCtldInAddrAny"] * layout.by_loopback,
         # No cgroups of its own: most containers grant none.
         "ProctrackType=proctrack/linuxproc",
         "SelectType=select/cons_tres",

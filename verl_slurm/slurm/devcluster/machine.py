@@ -7,6 +7,7 @@ import re
 import shutil
 import socket
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 from verl_slurm.base.errors import ConfigError, SlurmMissing
@@ -70,6 +71,13 @@ def user_name() -> str:
             found=f"no line for uid {uid}",
             remedy="add one, run as another user of the container, or submit with --cluster local",
         ) from None
+
+
+def is_known_by_loopback() -> bool:
+    """Returns whether the address of this machine's name is 127.0.0.1. On Debian it is 127.0.1.1; it may have none."""
+    with suppress(OSError):
+        return socket.gethostbyname(socket.gethostname()) == "127.0.0.1"
+    return False
 
 
 def free_ports(count: int) -> tuple[int, ...]:
