@@ -49,7 +49,7 @@ CAUSES: dict[str, Meaning] = {
     "reclaimed": Meaning("Slurm", "reclaimed", "the cloud takes a node back"),
     "bad_node": Meaning("Slurm", "bad_node", "a node is not fit for ranks"),
     "service": Meaning("us", "service", "a service that the run needs cannot be started again"),
-    "requeued": Meaning("Slurm", "requeued", "somebody requeued the job in Slurm"),
+    "requeued": Meaning("Slurm", "requeued", "the job was requeued in Slurm, by a user or by Slurm itself"),
     "crash": Meaning(series="crash", strike="crash"),
     "hang": Meaning(series="hang", strike="crash"),
     "stranger": Meaning(series="stranger", strike="crash"),
