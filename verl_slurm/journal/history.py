@@ -304,7 +304,8 @@ class History:
         self.lost_nodes: list[str] = []
         self._progress: str | None = None
         self._failed_starts, self._has_trained = 0, False
-        self._last_fault = ""
+        # The newest crash in its own words.
+        self.last_fault = ""
         self._grows, self._num_nodes = False, 0
         self._left_out: set[str] = set()
 
@@ -501,7 +502,7 @@ class History:
             # Whether the ranks trained or not: a service may fail at the first request of each attempt.
             case ev.Cause(cause="service", evidence=evidence):
                 self.stuck += 1
-                self._last_fault = evidence or self._last_fault
+                self.last_fault = evidence or self.last_fault
             case ev.Cause(cause="time_limit") if not self._has_trained:
                 self.short += 1
             case ev.Cause(cause="bad_node"):
@@ -509,7 +510,7 @@ class History:
             case ev.Cause(cause="growth"):
                 self.grew_at, self._grows = event.at, True
         if isinstance(event, ev.Crash | ev.Orphaned):
-            self._last_fault = event.detail or self._last_fault
+            self.last_fault = event.detail or self.last_fault
         self._feed_nodes(event)
 
     def _feed_nodes(self, event: ev.Event) -> None:
@@ -538,9 +539,9 @@ class History:
 
     def no_progress(self, root: Path) -> str:
         """The reason of an end after `stuck` restarts: the last fault in its own words, and what shows more."""
-        last = f"; the last one: {self._last_fault}" if self._last_fault else ""
+        last = f"; the last one: {self.last_fault}" if self.last_fault else ""
         # Of several nodes, that of the rank that failed first.
-        rank = re.search(r"verl-slurm: rank (\d+) \(", self._last_fault)
+        rank = re.search(r"verl-slurm: rank (\d+) \(", self.last_fault)
         logs = f"verl-slurm logs {shell_word(root)}"
         logs += f" --rank {rank[1]} shows more" if rank else " --all lists what each node has printed"
         return f"{self.stuck} restarts in a row crashed without anything new{last}; {logs}"

@@ -86,6 +86,8 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
     facts["lost"] = _losses(run, facts, events, history)
     outages = history.outages_until(now)
     facts["interruptions"] = interruption_facts(outages, now, has_ledger=has_ledger(run))
+    if outages and outages[-1].cause == "crash":
+        facts["last_cause"] = history.last_fault or None
     facts["journal"] = _faults(run, events, history)
     # Why the newest one that was asked for did not come.
     facts["requeue"] = [event.text for event in _warned(since(events, Started, RequeueAsked), "requeue")]
