@@ -82,6 +82,8 @@ def test_a_journal_of_another_run_is_named_and_the_run_goes_on_from_its_checkpoi
     found = plan(run)
     assert (found.resumes_from, found.begins_again) == ("step_000002", "")
     assert any(f"3 lines of run {'0' * 16}, not of this run ({own})" in note for note in found.notes)
+    more = plan(run, "distributed.dp_size=3", "distributed.nodes=1").notes
+    assert any("goes on with 3 ranks instead of 2: the start refuses that unless" in note for note in more)
 
 
 def damage(paths: RunPaths, step: int) -> None:

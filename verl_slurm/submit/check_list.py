@@ -14,7 +14,7 @@ import msgspec
 
 from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, NotFound, SchemaMismatch
 from verl_slurm.base.keys import Keyring, load_keys
-from verl_slurm.base.one_line import shell_word
+from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.packages import pip_install, require_packages
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.checkpoint.format.components import require_same_models
@@ -489,6 +489,10 @@ def _run(draft: Draft) -> list[Finding]:
     if begun and resharded and not config.trainer.is_guest:
         config = keep_step(former, config)
         found.append(warn(reshaped(former, config)))
+    elif begun and resharded and config.trainer.backend == "command" and committed:
+        now = counted(config.distributed.world_size, "rank")
+        why = "the start refuses that unless the program says any_ranks=True (docs/guests.md)"
+        found.append(warn(f"goes on with {now} instead of {former.distributed.world_size}: {why}"))
     plan.config = config
     changed = changed_keys(paths, config, begun=begun)
     # Allowed, and said: in a longer run the rate of each step to come is another one.
