@@ -47,7 +47,7 @@ def test_another_learning_rate_names_the_way_on(workplace: Path, cli: Cli) -> No
     carry_out(plan_submission(Path("config.yaml"), ["run_dir=run"], cluster="local"), prepare_only=True)
     save(RunPaths(workplace / "run"), 1)
     error = cli("submit", "config.yaml", "--cluster", "local", "run_dir=run", "train.actor_lr=1e-9").error
-    assert f"verl-slurm export {workplace}/run --to hf --out DIR`, then model.path=DIR" in error
+    assert f"name=NEW run_dir=NEW), with checkpoint.resume_from={workplace}/run/checkpoints/NAME" in error
     other = ("submit", "config.yaml", "--cluster", "local", "run_dir=new", "train.actor_lr=1e-9", "--dry-run")
     result = cli(*other, f"checkpoint.resume_from={workplace}/run")
     assert result.code == ExitCode.NOT_FOUND, "a run is not the checkpoint that the ranks would look for"

@@ -345,11 +345,11 @@ def test_a_run_that_was_moved_has_ways_on_and_its_former_path_is_one_only_while_
     here.mkdir()
     config = parse_config(f"run_dir: {former}".encode(), "run.yaml", [])
     with pytest.raises(
-        ConfigError, match="; move this one there .*name=NEW run_dir=NEW checkpoint.resume_from="
+        ConfigError, match="; move this one back there, .*name=NEW run_dir=NEW checkpoint.resume_from="
     ):
         require_in_place(here, config, "submit")
     former.mkdir()
-    with pytest.raises(ConfigError, match=f"; submit {former}, move this one there"):
+    with pytest.raises(ConfigError, match=f"; submit {former}, move this one back there"):
         require_in_place(here, config, "submit")
     former.rmdir()
     former.symlink_to(here)

@@ -2,7 +2,10 @@
 
 import re
 import sys
+import textwrap
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +44,38 @@ def test_a_loop_of_the_page_runs_as_it_stands(block: str) -> None:
     }
     exec("import verl_slurm\n" + block, names)
     assert done == list(range(1000))
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.parametrize("kind", ["CosineAnnealingLR", "OneCycleLR", "LinearLR"])
+def test_a_schedule_goes_on_by_its_new_length_as_the_page_says(kind: str) -> None:
+    def made(length: int) -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+        first = {"OneCycleLR": (0.1, length), "LinearLR": (0.5, 1.0, length)}.get(kind, (length,))
+        return optimizer, getattr(torch.optim.lr_scheduler, kind)(optimizer, *first)
+
+    def rates(optimizer: torch.optim.Optimizer, scheduler: Any, steps: int) -> list[float]:
+        found = []
+        for _ in range(steps):
+            found.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+        return found
+
+    former, begun = made(8), made(16)
+    straight = rates(*begun, 15)
+    rates(*former, 7)
+    optimizer, scheduler = made(16)
+    block = next(block for block in BLOCKS if "scheduler.load_state_dict" in block)
+    before, rest = block.split("with verl_slurm.run", 1)
+    inside = textwrap.dedent(rest.split("\n", 1)[1]).split("for step in run.steps")[0]
+    names = {"optimizer": optimizer, "scheduler": scheduler, "run": SimpleNamespace(step=7)}
+    exec(before, names)
+    optimizer.load_state_dict(former[0].state_dict())
+    scheduler.load_state_dict(former[1].state_dict())
+    exec(inside, names)
+    assert rates(optimizer, scheduler, 8) == straight[7:]
 
 
 @pytest.mark.torch

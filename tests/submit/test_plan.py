@@ -171,7 +171,7 @@ HELD_OUT, EVALUATED = ("data.eval_fraction=0.1",), ("train.eval_every_steps=5", 
             (),
             HELD_OUT,
             {},
-            r"eval_fraction: 0\.0 -> 0\.1.*train.steps to 0.*run_dir=NEW.*: `verl-slurm export /run ",
+            r"eval_fraction: 0\.0 -> 0\.1.*train.steps to 0.*run_dir=NEW.*, with checkpoint.resume_from=/run/",
         ),
         ((), ("seed=3",), {}, r"name=NEW run_dir=NEW\), with checkpoint.resume_from=/run/checkpoints/NAME"),
         (

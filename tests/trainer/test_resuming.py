@@ -97,7 +97,10 @@ def test_a_branch_has_models_of_its_own_and_the_steps_of_the_checkpoint(tmp_path
     note_adopted(paths, read_manifest(paths.checkpoints / "step_000001").digest)
     check_manifest(paths.checkpoints / "step_000001", CONFIG, {"reference": "b" * 64}, paths)
     other = run_config(ranks=2, samples_per_prompt=2)
-    with pytest.raises(ConfigError, match="a step would be another one than the checkpoint's.*export CKPT"):
+    with pytest.raises(
+        ConfigError,
+        match="a step would be another one than the checkpoint's.*from the weights alone: `verl-slurm export",
+    ):
         check_manifest(paths.checkpoints / "step_000001", other, {"reference": "b" * 64}, paths)
 
 

@@ -72,8 +72,8 @@ def refuse_changes(
             "the run exists with another configuration",
             where=run_dir / "run.yaml",
             found="; ".join(fixed),
-            expected="the same values (only slurm, daemon, observability, checkpoint, env and the shape of the ranks "
-            f"may change{steps})",
+            expected="the same values (only slurm, daemon, observability, checkpoint, env, code, health, hooks, group, "
+            f"train.eval_* and the shape of the ranks may change{steps})",
             remedy="take the changes back; or begin a new run with them (name=NEW run_dir=NEW), "
             + (
                 from_weights(run_dir)

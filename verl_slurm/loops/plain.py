@@ -104,7 +104,10 @@ def _is_accumulating() -> bool:
     return state is not None and not state.GradientState().sync_gradients
 
 
-_SET_THEM = "To change one, set it in the `with` block, as in `for group in optimizer.param_groups: group['lr'] = 1e-5`"
+_SET_THEM = (
+    "To change one of an optimizer, set it in the `with` block, as in `for group in optimizer.param_groups: "
+    "group['lr'] = 1e-5`; for a schedule of another length see docs/guests.md (A longer schedule)"
+)
 
 
 class LoopRun:

@@ -283,7 +283,9 @@ def _code_words(run: RunPaths, events: list[Event]) -> list[str]:
     lines = [] if record is None else record.lines()
     # Of the newest attempt: a later one may have found the former packages again.
     warned = _warned(since(events, Started, Submitted), "code", "packages", "rates")
-    return lines + [f"WARNING, {event.topic}: {event.text}" for event in reversed(warned)]
+    # Each start says it.
+    told = dict.fromkeys(f"WARNING, {event.topic}: {event.text}" for event in reversed(warned))
+    return [*lines, *told]
 
 
 def _warned(events: list[Event], *topics: str) -> list[Warned]:
