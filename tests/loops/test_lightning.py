@@ -499,6 +499,24 @@ def test_a_best_checkpoint_and_the_loggers_directory_outlast_an_interruption(
     assert not [notice for notice in daemon.heard(RankNotice) if "interruption" in notice.text]
 
 
+class Rising(lightning.pytorch.callbacks.Callback):  # type: ignore[misc,name-defined]
+    """Logs a score that is better at each validation."""
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.log("score", float(trainer.global_step))
+
+
+def test_the_best_of_a_validation_is_in_the_checkpoint_of_its_step(tmp_path: Path) -> None:
+    run, words = Run(tmp_path / "run"), {"validates": 20, "val_check_interval": 3, "logger": False}
+
+    def lived(daemon: Daemon) -> ModelCheckpoint:
+        best = ModelCheckpoint(tmp_path / "best", monitor="score", mode="max")
+        assert Life(run.life(daemon), Rising(), best, **words).stopped
+        return best
+
+    assert [float(lived(Daemon({step: stop()})).best_model_score) for step in (3, 4)] == [3.0, 3.0]
+
+
 def test_a_best_checkpoint_that_is_forgotten_is_said(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     assert _with_logger(run, Daemon({7: stop()}))[2].stopped

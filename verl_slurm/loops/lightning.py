@@ -215,6 +215,9 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
         try:
             require_served(self._unserved(trainer))
             trainer.callbacks.insert(0, _BeforeTheAverages(self._save_last))
+            # Last: a ModelCheckpoint has noted a validation's score before it is saved.
+            trainer.callbacks.remove(self)
+            trainer.callbacks.append(self)
             cli: Any = sys.modules.get("lightning.pytorch.cli")
             for callback in trainer.callbacks if cli is not None else ():
                 if isinstance(callback, cli.SaveConfigCallback):
