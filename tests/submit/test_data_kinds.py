@@ -22,8 +22,10 @@ from tests.processes import captured, python_path
 from tests.submit.test_preflight import POINTER
 from verl_slurm.base.errors import DataError
 from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.files import private_dir
 from verl_slurm.cli.__main__ import main
 from verl_slurm.config.schema import DataConfig
+from verl_slurm.dataset.fingerprint.data_record import fingerprint
 from verl_slurm.dataset.prompts.directory import prompts_below
 from verl_slurm.trainer.data import read_sides
 
@@ -189,6 +191,20 @@ def test_files_and_limit_say_which_rows_train(tmp_path: Path, submit: Submit) ->
 
 def chat_of(rows: list[Any]) -> list[Any]:
     return [row | {"prompt": [{"role": "user", "content": f"  {row['prompt']} "}]} for row in rows]
+
+
+def test_what_lies_at_the_root_of_a_volume_is_no_data(tmp_path: Path, submit: Submit) -> None:
+    for folder in ("", ".snapshot/hourly", "lost+found"):
+        private_dir(tmp_path / "data" / folder)
+        jsonl(tmp_path / "data" / folder / "train.jsonl")
+    code, said = submit()
+    assert (code, "1 file, 5 prompts" in said) == (ExitCode.OK, True), said
+    assert set(fingerprint(tmp_path / "data").files) == {"train.jsonl"}
+    # What the glob cannot take is not entered.
+    (tmp_path / "data" / "unreadable").symlink_to(".")
+    code, said = submit()
+    assert (code, "or name the files: data.files" in said) == (ExitCode.DATA, True), said
+    assert submit("data.files=train.jsonl")[0] == ExitCode.OK
 
 
 FRACTION = "data.eval_fraction=0.5"

@@ -1,6 +1,7 @@
 """What a checkpoint to resume from must be is asked before anything is queued."""
 
 import asyncio
+import json
 import os
 import resource
 import socket
@@ -35,7 +36,7 @@ from verl_slurm.slurm.batch import obeyed_variables, unwanted_environment
 from verl_slurm.slurm.slurm_client import SlurmClient
 from verl_slurm.submit import check_list
 from verl_slurm.submit.check_list import check_gpus, check_metrics_port, check_resume_from
-from verl_slurm.submit.checks.model_files import check_model
+from verl_slurm.submit.checks.model_files import check_model, layers_left_out
 from verl_slurm.submit.checks.slurm_answers import (
     ask_slurm,
     judge_partitions,
@@ -316,6 +317,24 @@ def test_a_pointer_of_git_lfs_in_a_model_is_told_with_the_command_that_fetches_i
     (tmp_path / name).write_text(POINTER)
     with pytest.raises(DataError, match=f"pointer of Git LFS.*{name}.*git -C .* lfs pull"):
         check_model("model.path", tmp_path)
+
+
+def test_layers_that_config_json_and_the_weights_do_not_have_in_common_are_said(tmp_path: Path) -> None:
+    tensors = {
+        f"model.layers.{n}.w": {"dtype": "F32", "shape": [1], "data_offsets": [4 * n, 4 * n + 4]}
+        for n in (0, 1)
+    }
+    header = json.dumps(tensors).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    for layers, said in {1: "the last ones are left out", 2: "", 3: "the model lacks layers"}.items():
+        (tmp_path / "config.json").write_text(
+            json.dumps({"model_type": "llama", "num_hidden_layers": layers})
+        )
+        if layers == 3:
+            with pytest.raises(DataError, match=said):
+                layers_left_out(tmp_path)
+        else:
+            assert said in str(layers_left_out(tmp_path))
 
 
 def test_a_tokenizer_that_was_cut_is_refused_with_its_file(tmp_path: Path) -> None:

@@ -50,10 +50,16 @@ _OF_RSYNC = re.compile(r"\.(.+)\.[A-Za-z0-9]{6}")
 _OF_THE_HUB = ".cache/huggingface/download/"
 """Where `hf download --local-dir` keeps what is not there yet."""
 _SHOWN = 4
+# Snapshots of a volume come and go by themselves, and what else lies at its root is not the user's.
+_OF_VOLUMES = (
+    r"\.snapshots?|\.zfs|lost\+found|\.Trash[^/]*|\.fseventsd|\.Spotlight-V100|System Volume Information"
+)
+_OF_VOLUME = re.compile(rf"(?:^|/)(?:{_OF_VOLUMES})(?:/|$)")
 # Of editors, office programs, notebooks, Git, downloads, and of NFS, macOS and Windows.
 _NEVER_DATA = re.compile(
     r"(?:^|/)(?:\.[^/]+\.(?:sw[a-z]|kate-swp)|[^/]+~|\.#[^/]+|#[^/]+#|\.~lock\.[^/]+#|~\$[^/]+|\.ipynb_checkpoints"
-    r"|\.git|\.cache|\.nfs[0-9a-f]{8,}|\.DS_Store|\._[^/]+|Thumbs\.db|desktop\.ini)(?:/|$)"
+    r"|\.git|\.cache|\.nfs[0-9a-f]{8,}|\.DS_Store|\._[^/]+|Thumbs\.db|desktop\.ini"
+    rf"|{_OF_VOLUMES})(?:/|$)"
 )
 _SAVED, _OF_A_MODEL = "state.json", "config.json"
 # `Dataset.map` and its like beside a saved data set: what is done, and what NamedTemporaryFile calls it before.
@@ -140,6 +146,12 @@ _CONVERT = 'convert it to JSON Lines, {"prompt": ..., "answer": ...} on each lin
 def is_never_data(name: str) -> bool:
     """Returns whether no trainer reads a file or directory of that name, relative to the root, or what is in it."""
     return _NEVER_DATA.search(name) is not None
+
+
+def is_entered(folder: str, pattern: str | None) -> bool:
+    """Returns whether files that `pattern` takes may lie in a folder (None: any file), or what is not there yet."""
+    wanted = pattern is None or _OF_THE_HUB.startswith(f"{folder}/") or reaches(pattern, folder)
+    return wanted and _OF_VOLUME.search(folder) is None
 
 
 def data_names(names: Iterable[str], pattern: str | None = None) -> list[str]:

@@ -14,9 +14,9 @@ from pathlib import Path
 from verl_slurm.base.bounded import Limit, TooMuch, open_regular, read_regular
 from verl_slurm.base.errors import DataError, DatasetDrift
 from verl_slurm.base.one_line import counted, shell_word
-from verl_slurm.base.tree import list_tree, open_directory
+from verl_slurm.base.tree import Entry, list_tree, open_directory
 from verl_slurm.config.schema import DataConfig
-from verl_slurm.dataset.prompts.choice import choose
+from verl_slurm.dataset.prompts.choice import choose, is_entered
 from verl_slurm.dataset.prompts.rows import Prompt, prompts_of
 
 Content = tuple[int, str]
@@ -38,11 +38,14 @@ def data_files(root: Path, config: DataConfig, *, key: str = "data.root") -> lis
     pattern = _pattern(config, key)
     try:
         # All names, before any choice: the message for a wrong directory says what is there.
-        names = names_below(root)
+        names = names_below(root, pattern)
     except OSError as error:
         where = root / os.fsdecode(error.filename or "")
         raise DataError(
-            "the data cannot be read", where=where, found=error.strerror, remedy="chmod u+rx"
+            "the data cannot be read",
+            where=where,
+            found=error.strerror,
+            remedy="chmod u+rx, or name the files: data.files",
         ) from error
     return choose(names, pattern, lambda name: _small(root / name), root=root, key=key)
 
@@ -119,12 +122,17 @@ def _pattern(config: DataConfig, key: str) -> str | None:
     return config.files if key == "data.root" else config.eval_files
 
 
-def names_below(root: Path) -> list[str]:
-    """Returns every file below `root`, sorted; follows links as the fingerprint does."""
+def names_below(root: Path, pattern: str | None = None) -> list[str]:
+    """Returns the files below `root`, sorted; follows links as the fingerprint does. Folders in which `pattern` takes
+    nothing are not entered.
+    """
+
+    def keep(entry: Entry) -> bool:
+        return entry.kind != "directory" or is_entered(entry.path, pattern)
+
     with open_directory(root, follow=True) as fd:
-        return [
-            entry.path for entry in list_tree(fd, follow=True, numbers=False) if entry.kind != "directory"
-        ]
+        found = list_tree(fd, follow=True, numbers=False, keep=keep)
+    return [entry.path for entry in found if entry.kind != "directory"]
 
 
 def _small(path: Path) -> bytes:

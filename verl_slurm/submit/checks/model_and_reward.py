@@ -24,7 +24,13 @@ from verl_slurm.config.roles import data_root
 from verl_slurm.config.schema import BUILTIN, RunConfig
 from verl_slurm.program.git import work_tree
 from verl_slurm.program.listing import holds_other_things
-from verl_slurm.submit.checks.model_files import BUILTIN_MODELS, check_model, refuse_pointers, weights_of
+from verl_slurm.submit.checks.model_files import (
+    BUILTIN_MODELS,
+    check_model,
+    layers_left_out,
+    refuse_pointers,
+    weights_of,
+)
 from verl_slurm.submit.checks.user_programs import (
     answer_of_ranks_python,
     check_program,
@@ -192,12 +198,14 @@ def check_reward(text: str, config: RunConfig | None = None) -> list[str]:
     if spec.kind == "classifier":
         check_model("model.reward", Path(spec.name))
         _check_classifier(Path(spec.name))
+        notes = layers_left_out(Path(spec.name))
         limit = max_positions(read_model_config(Path(spec.name)))
         if config is not None and limit is not None and limit < max_model_len(config):
             longest = f"a prompt with its response has up to {max_model_len(config)} of the policy's"
-            return [
+            notes.append(
                 f"{text} was made for {limit} tokens, and {longest}: one that does not fit ends the run, 11"
-            ]
+            )
+        return notes
     if spec.kind != "python":
         unanswered = spec.kind == "rule" and config is not None and config.data.answer_key is None
         return [_no_answers(text)] if unanswered else []

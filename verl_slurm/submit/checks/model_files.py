@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -52,6 +53,7 @@ BUILTIN_MODELS: dict[str, dict[str, Any]] = {
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # Files of vocabularies. Without one transformers makes an empty tokenizer, which takes every text and has no token.
 _VOCABULARY = re.compile(r"tokenizer\.json|vocab.*|tekken.*|.+\.tiktoken|.+\.model(\.v\d+)?")
+_LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -178,6 +180,23 @@ def weights_of(directory: Path) -> dict[str, int]:
         entries = header.entries.items()
         found |= {name: math.prod(one.shape or ()) for name, one in entries if name != "__metadata__"}
     return found
+
+
+def layers_left_out(directory: Path) -> list[str]:
+    """Returns a note on layers of the weights that the model does not take. DataError: it has more than they have."""
+    said, there = read_model_config(directory), 0
+    layers = said.get("num_hidden_layers")
+    with suppress(OSError):
+        there = max(
+            (int(at[1]) + 1 for name in weights_of(directory) if (at := _LAYER.search(name))), default=0
+        )
+    if not there or not isinstance(layers, int) or layers == there:
+        return []
+    found = f"num_hidden_layers={layers} in config.json, and {counted(there, 'layer')} in the weights"
+    if layers > there and said.get("model_type") in FAMILIES:
+        remedy = "set it to the number of layers that there are, or download the weights again"
+        raise DataError("the model lacks layers", where=directory, found=found, remedy=remedy)
+    return [f"{directory}: {found}: the last ones are left out"] if layers < there else []
 
 
 def num_parameters(directory: Path) -> int | None:
@@ -412,7 +431,8 @@ def check_family(config: RunConfig) -> list[str]:
             expected=found.expected,
             remedy=found.remedy,
         )
-    return family_notes(config, said)
+    directory = Path(config.model.path)
+    return [*family_notes(config, said), *(layers_left_out(directory) if directory.is_dir() else [])]
 
 
 # Keys of config.json that put a norm beside the cut projections, with a weight for each head (Cohere, Phi).

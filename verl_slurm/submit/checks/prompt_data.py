@@ -82,7 +82,7 @@ def check_data(config: RunConfig, key: str = "data.root", *, begun: bool = False
     notes = refuse_partial(
         Path(root),
         names,
-        names_below(Path(root)),
+        names_below(Path(root), pattern),
         takes(pattern, names),
         remedy=f"copy or download them; to use a part, name its numbers: {files_key}='train-0000?-of-00003.jsonl'",
         known=begun or names_shards(pattern),
