@@ -86,8 +86,6 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
     facts["lost"] = _losses(run, facts, events, history)
     outages = history.outages_until(now)
     facts["interruptions"] = interruption_facts(outages, now, has_ledger=has_ledger(run))
-    if outages and outages[-1].cause == "crash":
-        facts["last_cause"] = history.last_fault or None
     facts["journal"] = _faults(run, events, history)
     # Why the newest one that was asked for did not come.
     facts["requeue"] = [event.text for event in _warned(since(events, Started, RequeueAsked), "requeue")]
@@ -211,6 +209,8 @@ def _facts(run: RunPaths, history: History) -> dict[str, Any]:
     if end is not None and answer is not None and was_requeued(end.at, answer):
         requeued = requeued_words(run.root, end.job_id or "", end.outcome)
     facts = told_facts(seen, requeued)
+    if history.outages and history.outages[-1].cause == "crash":
+        facts["last_cause"] = history.last_fault or None
     # As `ask_for` has it for `list`.
     here = Seen(True, "PENDING") if seen.job is None and unknown[:1].isdigit() else None
     if answer is not None and (requeued or not is_over(seen)):
