@@ -2,8 +2,10 @@
 
 import argparse
 import asyncio
+import os
 import socket
 import stat
+import sys
 from pathlib import Path
 
 import msgspec
@@ -105,6 +107,12 @@ def test_another_attempts_lead_a_broken_file_and_one_open_to_others_are_refused(
     paths.lead_address.chmod(0o644)
     with pytest.raises(PermissionRefused):
         node._write_token(paths, arguments(paths))
+
+
+def test_a_driver_that_was_killed_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    kills = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    assert asyncio.run(node._run_driver(kills, os.environ)) == -9
+    assert capsys.readouterr().err == "RayError: the run's driver was ended by SIGKILL\n"
 
 
 class Store(StoreLine):

@@ -179,8 +179,14 @@ async def _lead(
         return code
     # A file is run as a rank is: its neighbours may be imported, and not before it begins. Ray hands that on.
     words = program if program[0] == "-m" else ["-m", "verl_slurm.loops.rendezvous", *program]
-    driver = await _start([sys.executable, "-P", *words], environ)
-    return await driver.wait()
+    return await _run_driver([sys.executable, "-P", *words], environ)
+
+
+async def _run_driver(argv: list[str], environ: Mapping[str, str]) -> int:
+    code = await (await _start(argv, environ)).wait()
+    if code < 0:  # of its end it has said nothing itself
+        sys.stderr.write(f"RayError: the run's driver was ended by {signal.Signals(-code).name}\n")
+    return code
 
 
 async def _first(ray: Coroutine[None, None, int], driver: Coroutine[None, None, int]) -> int:
