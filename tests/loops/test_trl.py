@@ -270,6 +270,7 @@ passes = iter(first)
 read = [next(passes)["id"] for _ in range(2)]
 resumed = new()
 resumed.load_state_dict(first.state_dict())
+next(iter(resumed))  # a look, as TRL's constructors take
 print(json.dumps([read, [row["id"] for row in resumed], [row["id"] for row in resumed]]))
 """
 

@@ -47,11 +47,13 @@ from verl_slurm.submit.checks.slurm_answers import (
 )
 
 
-def _checkpoint(run: RunPaths, step: int = 1, *, critic: bool = True, config: bytes | None = None) -> Path:
+def _checkpoint(
+    run: RunPaths, step: int = 1, *, critic: bool = True, config: bytes | None = None, safe_point: int = 0
+) -> Path:
     files = {name: data for name, data in FILES.items() if critic or "critic" not in name}
     algorithm = "ppo" if critic else "grpo"
     own = f"train: {{algorithm: {algorithm}}}\nrollout: {{samples_per_prompt: 4}}\n".encode()
-    staging = stage(run, step, 0, files | {"config.yaml": config or own})
+    staging = stage(run, step, safe_point, files | {"config.yaml": config or own})
     trained = {} if critic else {"trained": ("actor",)}
     return commit(staging, manifest_of(staging, **trained), attempt_check=owns_it)
 
@@ -99,6 +101,9 @@ def test_a_branch_of_a_run_is_told_with_each_key_that_differs(tmp_path: Path) ->
         said
         == f"from step_000001 on with other keys than before: train.actor_lr: {former.train.actor_lr} -> 0.5"
     )
+    with pytest.raises(ConfigError, match="found train.actor_lr: .*name one of a step's end"):
+        at = _checkpoint(run, 3, config=dump(former), safe_point=5)
+        check_resume_from(parse_config(b"", "my.yaml", [*words[:-1], f"checkpoint.resume_from={at}"]))
     for word, refused in {
         "train.batch_size_per_device=32": f"found train.batch_size_per_device=32.*export {place} .*model.path=DIR",
         "train.steps=1": "nothing is left to do after this checkpoint: .*raise train.steps",

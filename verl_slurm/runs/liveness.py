@@ -124,14 +124,15 @@ def job_state(paths: RunPaths, job: Submission) -> JobState:
             return JobState(state="UNKNOWN", over=False, detail=told)
         return JobState(state="GONE", over=True, detail=ANOTHERS)
     waits, (words, stands) = facts.is_waiting, what_next(facts)
-    unheard = unheard_starts(facts, job.requeues) if waits else ""
+    left = start_left(facts.comment, job.heard_at) if waits else ""
+    unheard = unheard_starts(facts, job.requeues) if waits and not left else ""
     return JobState(
         state=facts.state,
         over=facts.is_over,
         waits=waits,
         detail="; ".join(filter(None, (facts.reason, facts.comment if waits else "", unheard, words))),
         way_on=words if stands else "",
-        left=(start_left(facts.comment, job.heard_at) or unheard) if waits else "",
+        left=left or unheard,
         since=None if waits or facts.is_over or facts.state == "COMPLETING" else facts.start_time,
         starts=facts.start_time if waits else None,
         ends=facts.end_time if facts.is_running else None,

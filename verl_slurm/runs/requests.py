@@ -5,10 +5,11 @@ import re
 import shutil
 import signal
 import time
+from contextlib import suppress
 
 import psutil
 
-from verl_slurm.base.errors import NotFound, SlurmMissing, SlurmRefused
+from verl_slurm.base.errors import NotFound, SlurmMissing, SlurmRefused, VerlSlurmError
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import load_resolved
@@ -272,11 +273,12 @@ def _require_living(run: RunPaths, by_hand: str) -> str:
         word = glance(run.root).word  # a scheduler forgets its jobs, the journal does not
         came_to = word.outcome if isinstance(word, Ended) and word.is_final else state.state
         again = f"verl-slurm submit {shell_word(run.root)}"
-        trainer = load_resolved(run.run_yaml).trainer
         more = f"`{again} train.steps=N` goes on to more steps"
-        if trainer.is_guest:  # its program knows its own end
-            longer = " -- trainer.total_epochs=N" * (trainer.backend == "verl")
-            more = f"`{again}{longer}` goes on, if it has more to do"
+        with suppress(VerlSlurmError):
+            trainer = load_resolved(run.run_yaml).trainer
+            if trainer.is_guest:  # its program knows its own end
+                longer = " -- trainer.total_epochs=N" * (trainer.backend == "verl")
+                more = f"`{again}{longer}` goes on, if it has more to do"
         raise NotFound(
             "the run has no living job",
             where=run.root,

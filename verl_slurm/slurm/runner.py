@@ -155,7 +155,10 @@ def _read(process: "subprocess.Popen[bytes]", argv: list[str], deadline: float) 
 
 def takes_no_job(words: str) -> bool:
     """Returns whether Slurm has as many jobs as it may hold (MaxJobCount). Pure."""
-    return re.search(r"temporarily un(able to accept job|available)", words) is not None
+    return (
+        re.search(r"unable to accept job|(failure|failed): Resource temporarily unavailable", words)
+        is not None
+    )
 
 
 def _no_answer(argv: list[str], found: str) -> SlurmMissing:

@@ -274,7 +274,7 @@ def _program(draft: Draft) -> list[Finding]:
     return found
 
 
-def _other_keys(config: RunConfig, checkpoint: Path, keys: Keyring | None) -> str:
+def _other_keys(config: RunConfig, checkpoint: Path, keys: Keyring | None, *, in_step: bool) -> str:
     """Returns what a run computes otherwise than the run whose checkpoint it goes on from; ConfigError: it cannot."""
     former = parse_config(CheckpointReader(checkpoint, keys).read("config.yaml"), f"{checkpoint}/config.yaml")
     require_same_step(former, config, where=checkpoint)
@@ -283,6 +283,13 @@ def _other_keys(config: RunConfig, checkpoint: Path, keys: Keyring | None) -> st
         for key, before, after in differences(former, config)
         if not (may_change(key) or key in LAYOUT_KEYS or key in ("name", "run_dir", "distributed.device"))
     ]
+    if changed and in_step:
+        raise ConfigError(
+            "a checkpoint of the midst of a step holds what was sampled for it, and goes on with the same values alone",
+            where=checkpoint,
+            found="; ".join(changed),
+            remedy="name one of a step's end (no `_sp` in its name), or take the values back",
+        )
     return f"from {checkpoint.name} on with other keys than before: {'; '.join(changed)}" if changed else ""
 
 
@@ -338,14 +345,14 @@ def check_resume_from(config: RunConfig) -> list[Finding]:
                 found=f"step {manifest.step}, and train.steps={config.train.steps}",
                 remedy="raise train.steps, which counts those of the checkpoint",
             )
+    keys = load_keys(config.checkpoint.encryption)
     if manifest is not None and manifest.num_bytes > MOST_READ:
         read = "its manifest; the start reads every byte"
     else:
-        keys = load_keys(config.checkpoint.encryption)
         verifier = partial(verify, keys=keys)
         notes.append(choose_resume(paths, wanted, move_damaged=False, verifier=verifier).strays)
-        if not named and not config.trainer.is_guest:
-            notes.append(_other_keys(config, path, keys))
+    if manifest is not None and not named and not config.trainer.is_guest:
+        notes.append(_other_keys(config, path, keys, in_step=bool(manifest.safe_point)))
     return [good(f"the checkpoint to resume from: {read}"), *map(warn, filter(None, notes))]
 
 

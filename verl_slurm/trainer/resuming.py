@@ -109,7 +109,8 @@ def check_manifest(
     # Each of these reads the manifest or one small file, and no tensor.
     require_full(manifest, directory)
     require_same_models(manifest, config, directory)
-    adopted = is_adopted(paths, manifest.digest)
+    # In the midst of a step its rollouts and scores are the former run's, and all stays as it was.
+    adopted = is_adopted(paths, manifest.digest) and not manifest.safe_point
     # Another number of ranks may take over in the midst of a step, as long as a step is the same prompts and updates.
     if adopted or manifest.topology != topology_of(config):
         require_same_step(_saved_config(reader), config, where=directory)

@@ -118,8 +118,9 @@ class _Start:
 
     @property
     def adopted(self) -> bool:
-        """Returns whether that checkpoint is another run's, which `checkpoint.resume_from` named."""
-        return self.manifest is not None and is_adopted(self.paths, self.manifest.digest)
+        """Returns whether that checkpoint is another run's, of a step's end: this run branches off."""
+        manifest = self.manifest
+        return manifest is not None and not manifest.safe_point and is_adopted(self.paths, manifest.digest)
 
     @property
     def resumed_from(self) -> str:

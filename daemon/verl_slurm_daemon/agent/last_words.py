@@ -14,7 +14,7 @@ _TOLD_BYTES, _LINE_BEGIN, _LINE_END = 1 << 20, 400, 200
 """Bytes at the end of the log that are searched for the cause; characters that are told of a longer line."""
 _NEAR_LINES, _LAST_LINES, _FIRST_TOLD, _LAST_TOLD = 30, 6, 4, 8
 """Behind an error, a program has gone on after so many lines. How many lines are told."""
-_CONTROL = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\].*?(?:\x07|\x1b\\))")
+_CONTROL = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\))")
 _MARGIN = re.compile(r"(?:(?:\[(?:rank|default)\d+\]:|\([\w.:]+ pid=[^)]*\)) ?)?(?:[ +|-]*[+|] )?")
 """What torch, Ray and groups of exceptions put before a line."""
 _TRACE = re.compile(
@@ -35,7 +35,7 @@ _OURS = re.compile(r"verl-slurm: rank \d+ \(")
 def last_words(log: Path) -> str:
     """Returns, on one line, what a program's log says of its end. Of ranks, the line of their launcher comes last."""
     lines = tail(log, _TOLD_BYTES).split("\n")
-    ends = [line for line in lines if _OURS.match(line)]
+    ends = [line[: _LINE_BEGIN + _LINE_END] for line in lines if _OURS.match(line)][-_LAST_TOLD:]
     told = list(_statements(line for line in lines if not _OURS.match(line)))
     # Of a kill a program says nothing, but it may kill itself for what it has said just before.
     killed = bool(ends) and all("(SIGKILL)" in line for line in ends)

@@ -126,7 +126,7 @@ class SlurmAllocation(Allocation):
         self._job, self._config, self._paths = job, config, paths
         self._client = SlurmClient()
         self._clock = SlurmClock()
-        self._conf: dict[str, str] = {}
+        self._conf, self._conf_asked = dict[str, str](), False
         self._kill_wait_s = 30.0  # Slurm's default, until slurmctld has given its value
         self._epilog_s = 0.0
         self._heard, self._leaves_at_once = False, leaves_at_once
@@ -152,6 +152,7 @@ class SlurmAllocation(Allocation):
         """Asks for Slurm's time, and for how long a job takes to leave its nodes."""
         with contextlib.suppress(VerlSlurmError, ValueError, LookupError):
             self._conf, date = await self._client.config_and_time()
+            self._conf_asked = True
             self._clock.hear(date)
             self._heard = date is not None
             # `(null)`: none is configured.
@@ -329,7 +330,8 @@ class SlurmAllocation(Allocation):
         return RequeueAnswered(ExitCode.REQUEUED, said)
 
     async def exit_code(self, code: ExitCode) -> int:
-        if not self._conf:  # a start that was refused has not asked yet
+        if not self._conf_asked:  # a start that was refused has not asked yet
+            self._conf_asked = True
             await self._hear_in_time()
         return lasting_exit(int(code), self._conf)
 

@@ -495,10 +495,14 @@ def run_lead(root: Path, hostfile: Path | None = None) -> NoReturn:
     async def live() -> NoReturn:
         try:
             ground = await attempt_start.prepare(root, hostfile)
-        except VerlSlurmError:
+        except VerlSlurmError as error:
             # The next start would fail in the same way, so Slurm is told not to make one.
             if hostfile is None and (job := SlurmJob.from_environ(dict(os.environ))) is not None:
-                await SlurmAllocation(job, RunConfig(), RunPaths(root)).withdraw()
+                allocation = SlurmAllocation(job, RunConfig(), RunPaths(root))
+                await allocation.withdraw()
+                if (left := await allocation.exit_code(error.exit_code)) != error.exit_code:
+                    sys.stderr.write("".join(f"{line}\n" for line in error.lines()))
+                    os._exit(left)
             raise
         code = await Lead(*ground).run()
         _leave(code, ground.allocation, await ground.allocation.exit_code(code))

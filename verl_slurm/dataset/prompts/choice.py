@@ -65,7 +65,9 @@ _SAVED, _OF_A_MODEL = "state.json", "config.json"
 # `Dataset.map` and its like beside a saved data set: what is done, and what NamedTemporaryFile calls it before.
 _CACHE = re.compile(r"cache-[^/]+\.arrow|tmp[a-z0-9_]{8}")
 # `hf download` brings these anew, and no loader of a model reads them.
-_ABOUT_A_MODEL = re.compile(r"\.git(?:attributes|ignore)|(?:README|LICEN[CS]E|NOTICE)[^/]*|[^/]*\.md")
+_ABOUT_A_MODEL = re.compile(
+    r"\.git(?:attributes|ignore)|(?:README|LICEN[CS]E|NOTICE)(?:\.(?:txt|rst))?|[^/]*\.md"
+)
 
 
 class _State(msgspec.Struct):

@@ -96,8 +96,8 @@ def reach_children() -> None:
 def _end_by_terminate(owner: Any, name: str) -> None:
     send = getattr(owner, name)
 
-    def sent(child: Any, number: int) -> None:
-        send(child, signal.SIGKILL if number == signal.SIGTERM and _outlives_term(child.pid) else number)
+    def sent(child: Any, sig: int) -> None:
+        send(child, signal.SIGKILL if sig == signal.SIGTERM and _outlives_term(child.pid) else sig)
 
     setattr(owner, name, sent)
 

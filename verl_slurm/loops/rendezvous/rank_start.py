@@ -11,7 +11,6 @@ input what to run. If that ends without orders, so does this process. Where a mo
 now has another value, all begins anew.
 """
 
-import itertools
 import os
 import runpy
 import signal
@@ -101,12 +100,11 @@ def _begin_passes_anew(streams: ModuleType) -> None:
     passes = streams.IterableDataset.__iter__
 
     def begin(stream: Any) -> Iterator[object]:
-        rows = iter(passes(stream))
-        first = list(itertools.islice(rows, 1))
+        began = getattr(stream, "_starting_state_dict", None)
+        yield from passes(stream)
         # Otherwise (datasets 5.2) each later one begins there, too, and the rows before it never come again.
-        stream._starting_state_dict = None
-        yield from first
-        yield from rows
+        if began is not None and stream._starting_state_dict is began:
+            stream._starting_state_dict = None
 
     streams.IterableDataset.__iter__ = begin
 

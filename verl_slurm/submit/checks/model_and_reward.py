@@ -251,7 +251,7 @@ def check_remote_code(config: RunConfig, said: Mapping[str, Any]) -> list[Findin
         raise DataError(
             "the model is made by code in its directory, and none of that is run",
             where=config.model.path,
-            found=f"auto_map in config.json, and no model_type {kind} in the ranks' transformers",
+            found=f"auto_map in config.json, and no causal language model of type {kind} in the ranks' transformers",
             remedy="set model.path to a model of a family in docs/models.md",
         )
     return [skipped(f"whether transformers has a model_type {kind}: {unseen}")] if unseen else []

@@ -196,7 +196,10 @@ def layers_left_out(directory: Path) -> list[str]:
     if layers > there and said.get("model_type") in FAMILIES:
         remedy = "set it to the number of layers that there are, or download the weights again"
         raise DataError("the model lacks layers", where=directory, found=found, remedy=remedy)
-    return [f"{directory}: {found}: the last ones are left out"] if layers < there else []
+    # Heads that predict further tokens are layers of the weights, and not of the model.
+    further = said.get("num_nextn_predict_layers")
+    taken = layers + (further if isinstance(further, int) else 0)
+    return [f"{directory}: {found}: the last ones are left out"] if taken < there else []
 
 
 def num_parameters(directory: Path) -> int | None:

@@ -107,7 +107,8 @@ def check_frozen_inputs(config: RunConfig, paths: RunPaths, name: str) -> list[s
         DataError: model, reward, what is held out, or chat template has changed; of another run's that is a note.
     """
     try:
-        was = read_manifest(paths.checkpoints / name).frozen
+        manifest = read_manifest(paths.checkpoints / name)
+        was = manifest.frozen
         switches = read_reward_plan(paths).switches
     except (OSError, VerlSlurmError):  # the lead says what is wrong with it
         return []
@@ -148,7 +149,7 @@ def check_frozen_inputs(config: RunConfig, paths: RunPaths, name: str) -> list[s
             changed[role] = differs, digest
     what = f"what does not train is not what the run was trained with: {', '.join(changed)}"
     found = "; ".join(said for said, _ in changed.values())
-    if changed and Path(name).is_absolute():  # another run's, from which this one branches off
+    if changed and Path(name).is_absolute() and not manifest.safe_point:  # this run branches off
         notes.append(f"{what}: {found}")
     elif changed:
         replace = f"`verl-slurm update-reward --checkpoint {shell_word(paths.root)} --new-model NEW`"

@@ -494,7 +494,7 @@ def judge_script(config: RunConfig, script: str) -> list[Finding]:
         )
     if _PASSES.search(last):
         return [good(_VERDICT_OF, f"would wait: {said}")]
-    if takes_no_job(last):
+    if takes_no_job(done.err):
         raise SlurmRefused(FULL, found=said, remedy=ROOM)
     # Slurm's verdict goes by the nodes of now; sbatch itself queues a job for those that are drained.
     if "node configuration" in last and (away := asyncio.run(_away(config))):
