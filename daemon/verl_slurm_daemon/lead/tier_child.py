@@ -10,6 +10,7 @@ import errno
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 
 import msgspec
 
@@ -74,8 +75,8 @@ class TierMover:
             self._child.kill()
 
     async def _pass(self) -> None:
-        try:
-            self._child = await asyncio.create_subprocess_exec(
+        starting = asyncio.ensure_future(
+            asyncio.create_subprocess_exec(
                 *_command("sync", self._paths),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -83,6 +84,13 @@ class TierMover:
                 # Slurm's warnings reach each process of the job; and the child must not outlive its lead.
                 preexec_fn=child_setup,
             )
+        )
+        try:
+            self._child = await asyncio.shield(starting)
+        except asyncio.CancelledError:  # given up half-way it would go on, and `interrupt` not know it
+            with suppress(OSError):
+                self._child = await starting
+            raise
         except OSError as error:  # no process left: no reason to end a training
             self._journal.write(Tiers(str(error)))
             return
