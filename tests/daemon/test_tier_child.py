@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 from pathlib import Path
-from typing import Any
 
 import pytest
 from verl_slurm_daemon.lead import tier_child
@@ -53,27 +52,6 @@ async def running(mover: TierMover):  # type: ignore[no-untyped-def]
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
-
-
-def test_a_pass_that_is_given_up_while_its_child_starts_leaves_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def main() -> None:
-        start, begun, children = asyncio.create_subprocess_exec, asyncio.Event(), []
-
-        async def slowly(*words: str, **options: Any) -> asyncio.subprocess.Process:
-            children.append(await start("sleep", "600", **options))
-            begun.set()
-            await asyncio.sleep(0)  # as on a node that is busy
-            return children[-1]
-
-        monkeypatch.setattr(asyncio, "create_subprocess_exec", slowly)
-        mover, _ = mover_of(tmp_path, RunConfig(tiers=(COLD,)))
-        async with running(mover):
-            await begun.wait()
-        assert await children[0].wait() == -9
-
-    asyncio.run(main())
 
 
 def test_a_pass_follows_the_start_and_every_verified_checkpoint(

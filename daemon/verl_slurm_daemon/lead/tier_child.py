@@ -23,6 +23,7 @@ from verl_slurm_daemon.lead.attempt import Attempt
 _EVERY_S = 900.0
 # Of the child's last words: with its places and the next command, an error has some hundred characters.
 _SAID = 2000
+_LAST_WAIT_S = 1.0
 
 
 class TierMover:
@@ -67,6 +68,10 @@ class TierMover:
             self._runs = False
             self._idle.set()
             self.interrupt()
+            if self._child is not None:
+                # One that waits for a dead mount does not even die.
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._child.communicate(), _LAST_WAIT_S)
 
     def interrupt(self) -> None:
         """Ends a pass that is under way: a save needs the disks and the network now. The next pass continues it."""
@@ -75,8 +80,8 @@ class TierMover:
             self._child.kill()
 
     async def _pass(self) -> None:
-        starting = asyncio.ensure_future(
-            asyncio.create_subprocess_exec(
+        try:
+            self._child = await asyncio.create_subprocess_exec(
                 *_command("sync", self._paths),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -84,13 +89,6 @@ class TierMover:
                 # Slurm's warnings reach each process of the job; and the child must not outlive its lead.
                 preexec_fn=child_setup,
             )
-        )
-        try:
-            self._child = await asyncio.shield(starting)
-        except asyncio.CancelledError:  # given up half-way it would go on, and `interrupt` not know it
-            with suppress(OSError):
-                self._child = await starting
-            raise
         except OSError as error:  # no process left: no reason to end a training
             self._journal.write(Tiers(str(error)))
             return
