@@ -79,7 +79,7 @@ def refuse_changes(
                 from_weights(run_dir)
                 if not new.trainer.is_guest and any(key in OF_A_STEP for key, _, _ in changes)
                 else f"with {shell_word(f'checkpoint.resume_from={run_dir}/checkpoints/NAME')} "
-                f"(`verl-slurm list {shell_word(run_dir)}` lists the names)"
+                f"(`verl-slurm list {shell_word(run_dir)}` lists the names; one of a step's end)"
             ),
         )
     return [key for key, _, _ in changes]

@@ -19,6 +19,7 @@ from verl_slurm.base.packages import pip_install, require_packages
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.checkpoint.format.components import require_same_models
 from verl_slurm.checkpoint.format.info import CheckpointInfo
+from verl_slurm.checkpoint.format.specification import Manifest
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.lost import former_checkpoint, require_run_id
 from verl_slurm.checkpoint.store.reader import CheckpointReader
@@ -318,22 +319,7 @@ def check_resume_from(config: RunConfig) -> list[Finding]:
             remedy="set checkpoint.resume_from; `verl-slurm list RUN` lists a run's",
         )
     model_files.refuse_adapter("checkpoint.resume_from", path)
-    notes, read = [] if named else [source_may_go(path)], "every byte"
-    try:
-        manifest = read_manifest(path)
-    except FileNotFoundError:
-        committed = [info.name for info in list_checkpoints(RunPaths(path)) if info.kind == "committed"]
-        raise NotFound(
-            "not a checkpoint to resume from",
-            where=path,
-            found="a run's directory" if committed else "a directory without a manifest",
-            expected="the directory of one checkpoint",
-            remedy=f"set {shell_word(f'checkpoint.resume_from={path}/checkpoints/{committed[0]}')}"
-            if committed
-            else "`verl-slurm list RUN` lists those of a run",
-        ) from None
-    except (CheckpointCorrupt, SchemaMismatch):  # what is wrong with it is said below
-        manifest = None
+    notes, read, manifest = [] if named else [source_may_go(path)], "every byte", _manifest_of(path)
     if manifest is not None:
         require_same_models(manifest, config, path)
         if why := why_untrusted(path.stat()):
@@ -354,6 +340,25 @@ def check_resume_from(config: RunConfig) -> list[Finding]:
     if manifest is not None and not named and not config.trainer.is_guest:
         notes.append(_other_keys(config, path, keys, in_step=bool(manifest.safe_point)))
     return [good(f"the checkpoint to resume from: {read}"), *map(warn, filter(None, notes))]
+
+
+def _manifest_of(path: Path) -> Manifest | None:
+    """Returns a checkpoint's manifest; None: it does not verify. NotFound: there is none."""
+    try:
+        return read_manifest(path)
+    except FileNotFoundError:
+        committed = [info.name for info in list_checkpoints(RunPaths(path)) if info.kind == "committed"]
+        raise NotFound(
+            "not a checkpoint to resume from",
+            where=path,
+            found="a run's directory" if committed else "a directory without a manifest",
+            expected="the directory of one checkpoint",
+            remedy=f"set {shell_word(f'checkpoint.resume_from={path}/checkpoints/{committed[0]}')}"
+            if committed
+            else "`verl-slurm list RUN` lists those of a run",
+        ) from None
+    except (CheckpointCorrupt, SchemaMismatch):  # its bytes are looked at next, and tell what is wrong
+        return None
 
 
 def check_container(config: RunConfig, cluster: Cluster) -> tuple[RunConfig, list[Finding]]:

@@ -40,9 +40,8 @@ def model_template(model: Path) -> str | None:
 
 
 def _default(template: Any) -> str | None:
-    if isinstance(
-        template, list
-    ):  # several, by name; without tools and documents transformers takes this one alone
+    # Several, by name: without tools and documents transformers takes this one alone.
+    if isinstance(template, list):
         named = [one for one in template if isinstance(one, dict) and one.get("name") == "default"]
         template = named[0].get("template") if named else None
     return template if isinstance(template, str) and template else None

@@ -153,7 +153,8 @@ def check_frozen_inputs(config: RunConfig, paths: RunPaths, name: str) -> list[s
         notes.append(f"{what}: {found}")
     elif changed:
         replace = f"`verl-slurm update-reward --checkpoint {shell_word(paths.root)} --new-model NEW`"
-        new_run = f"name=NEW run_dir=NEW {shell_word(f'checkpoint.resume_from={paths.checkpoints / name}')}"
+        there = shell_word(f"checkpoint.resume_from={(paths.checkpoints / name).parent}/NAME")
+        new_run = f"name=NEW run_dir=NEW {there}"
         # Of a file the run's copy of the code has the former one.
         copied = "reward" in files and not switches and paths.code_record.exists()
         raise DataError(
@@ -163,7 +164,7 @@ def check_frozen_inputs(config: RunConfig, paths: RunPaths, name: str) -> list[s
             expected=", ".join(digest for _, digest in changed.values()),
             remedy=f"--code run goes on with the run's own reward; to replace that, {replace}, and then --code run"
             if copied and set(changed) == {"reward"}
-            else f"put it back as it was, or begin a new run with it: {new_run}; "
+            else f"put it back as it was, or begin a new run with it: {new_run}, one of a step's end; "
             f"to replace a reward, put the former one back, and then {replace}",
         )
     return notes
