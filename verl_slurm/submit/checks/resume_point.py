@@ -1,6 +1,6 @@
 """Looks for the checkpoint that a run which is submitted again goes on from."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
@@ -147,27 +147,31 @@ def check_frozen_inputs(config: RunConfig, paths: RunPaths, name: str) -> list[s
             )
         elif differs:
             changed[role] = differs, digest
-    what = f"what does not train is not what the run was trained with: {', '.join(changed)}"
-    found = "; ".join(said for said, _ in changed.values())
-    if changed and Path(name).is_absolute() and not manifest.safe_point:  # this run branches off
-        notes.append(f"{what}: {found}")
-    elif changed:
-        replace = f"`verl-slurm update-reward --checkpoint {shell_word(paths.root)} --new-model NEW`"
-        there = shell_word(f"checkpoint.resume_from={(paths.checkpoints / name).parent}/NAME")
-        new_run = f"name=NEW run_dir=NEW {there}"
+    if changed:
         # Of a file the run's copy of the code has the former one.
         copied = "reward" in files and not switches and paths.code_record.exists()
-        raise DataError(
-            what,
-            where=paths.checkpoints / name,
-            found=found,
-            expected=", ".join(digest for _, digest in changed.values()),
-            remedy=f"--code run goes on with the run's own reward; to replace that, {replace}, and then --code run"
-            if copied and set(changed) == {"reward"}
-            else f"put it back as it was, or begin a new run with it: {new_run}, one of a step's end; "
-            f"to replace a reward, put the former one back, and then {replace}",
-        )
+        error = _changed_inputs(paths, name, changed, copied=copied)
+        if not Path(name).is_absolute() or manifest.safe_point:
+            raise error
+        notes.append(f"{error.what}: {error.found}")  # this run branches off
     return notes
+
+
+def _changed_inputs(
+    paths: RunPaths, name: str, changed: Mapping[str, tuple[str, str]], *, copied: bool
+) -> DataError:
+    replace = f"`verl-slurm update-reward --checkpoint {shell_word(paths.root)} --new-model NEW`"
+    there = shell_word(f"checkpoint.resume_from={(paths.checkpoints / name).parent}/NAME")
+    return DataError(
+        f"what does not train is not what the run was trained with: {', '.join(changed)}",
+        where=paths.checkpoints / name,
+        found="; ".join(said for said, _ in changed.values()),
+        expected=", ".join(digest for _, digest in changed.values()),
+        remedy=f"--code run goes on with the run's own reward; to replace that, {replace}, and then --code run"
+        if copied and set(changed) == {"reward"}
+        else f"put it back as it was, or begin a new run with it: name=NEW run_dir=NEW {there}, one of a step's end; "
+        f"to replace a reward, put the former one back, and then {replace}",
+    )
 
 
 def _changed(paths: RunPaths, place: DataPlace, digest: str) -> str | None:
