@@ -11,6 +11,7 @@ requeued, after which it runs once more and ends well.
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -38,7 +39,8 @@ def main(run: Path) -> int:
         signal.signal(number, lambda *_: None)
     (run / "pid").write_text(f"{os.getpid()} {os.getppid()} {' '.join(sys.argv)}\n")
     (run / "environment.json").write_text(json.dumps(dict(os.environ)))
-    note("started", requeues=restart, nodes="here", pid=os.getpid())
+    cluster = "slurm" if "SLURM_JOB_ID" in os.environ else "local"
+    note("started", requeues=restart, nodes="here", pid=os.getpid(), cluster=cluster, host=socket.gethostname())
     print("the stub lead prints \x1b[31mred\x1b[0m", flush=True)
     if run.name.endswith("-quick") or restart:
         return end(0)
