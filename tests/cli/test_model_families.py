@@ -236,6 +236,22 @@ def test_a_missing_shard_is_named_before_queueing(workplace: Path, cli: Cli) -> 
     assert "the index of the weights cannot be read" in cli(*DRY).error
 
 
+def test_weights_that_are_there_twice_are_refused(workplace: Path, cli: Cli) -> None:
+    model = workplace / "model"
+    index = model / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "model.safetensors"}}')
+    assert cli(*DRY).code == 0
+    # A library loads the one, another the other: shards of a newer save that were copied over a base model.
+    shard = model / "model-00001-of-00001.safetensors"
+    shard.write_bytes((model / "model.safetensors").read_bytes())
+    index.unlink()
+    assert f"found model.safetensors, and shards beside it: {shard.name}" in cli(*DRY).error
+    index.write_text(json.dumps({"weight_map": {"a": shard.name}}))
+    assert f"found model.safetensors, and {index.name}, which names {shard.name}" in cli(*DRY).error
+    (model / "model.safetensors").unlink()
+    assert cli(*DRY).code == 0
+
+
 @pytest.mark.scenario("USE10")
 def test_an_adapter_and_weights_of_another_name_are_refused(workplace: Path, cli: Cli) -> None:
     model = workplace / "model"

@@ -170,7 +170,9 @@ def test_a_relative_import_works_or_is_refused(
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["at the top", "in the function"])
-def test_a_reward_that_imports_a_missing_package_is_refused(here: Path, inside: bool) -> None:
+def test_a_reward_that_imports_a_missing_package_is_refused(
+    here: Path, inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     line, blank = "import vs_not_there, json", "    " if inside else ""
     body = f"{'' if inside else line}\ndef score(prompts, responses, answers):\n    {line if inside else 'pass'}\n"
     (here / "reward.py").write_text(body + blank + "pass\n")
@@ -179,8 +181,12 @@ def test_a_reward_that_imports_a_missing_package_is_refused(here: Path, inside: 
         check_reward(reward, run_config())
     assert "slurm.setup" in check_reward(reward, run_config(setup=("x",)))[0]
     (here / "reward.py").write_text("from helper import x\ndef score(prompt, response, answer): return x\n")
-    with pytest.raises(ConfigError, match=r"set code\.tree=\S+: helper lies beside reward\.py"):
-        check_reward(reward, run_config())
+    # In the job the copy takes the place of this folder in PYTHONPATH, from here or of the configuration.
+    monkeypatch.setenv("PYTHONPATH", f"{here}:/tmp")
+    in_config = msgspec.structs.replace(run_config(), env={"PYTHONPATH": str(here)})
+    for config in (run_config(), in_config):
+        with pytest.raises(ConfigError, match=r"set code\.tree=\S+: helper lies beside reward\.py"):
+            check_reward(reward, config)
     assert check_reward(reward, msgspec.structs.replace(run_config(), code=CodeConfig(tree=str(here)))) == []
     subprocess.run(["git", "init", "-q", str(here)], check=True)
     assert check_reward(reward, run_config()) == [], "of a work tree all is copied"

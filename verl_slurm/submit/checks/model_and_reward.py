@@ -22,8 +22,6 @@ from verl_slurm.config.load import load_resolved
 from verl_slurm.config.reward_spec import FORMS, check_function, nearest_form, parse_reward, source_file
 from verl_slurm.config.roles import data_root
 from verl_slurm.config.schema import BUILTIN, RunConfig
-from verl_slurm.program.git import work_tree
-from verl_slurm.program.listing import holds_other_things
 from verl_slurm.submit.checks.model_files import (
     BUILTIN_MODELS,
     check_model,
@@ -35,6 +33,7 @@ from verl_slurm.submit.checks.user_programs import (
     answer_of_ranks_python,
     check_program,
     check_source,
+    is_copied_alone,
     ranks_search,
     why_unseen,
 )
@@ -230,10 +229,9 @@ def check_reward(text: str, config: RunConfig | None = None) -> list[str]:
     whole = file.name == "__init__.py"
     package = "" if spec.is_file else spec.name if whole else spec.name.rpartition(".")[0]
     # A file's neighbours are found beside its copy; without a tree it is copied alone.
-    top = work_tree(file.parent).top if spec.is_file and config.code.tree == "auto" else None
-    whole_tree = config.code.tree != "auto" or (top is not None and not holds_other_things(top))
-    beside = [str(file.parent)] if spec.is_file and whole_tree else []
-    return notes + told(check_source(config, "model.reward", file, spec.function, package, beside))[1]
+    alone = spec.is_file and is_copied_alone(config, file)
+    beside = [str(file.parent)] if spec.is_file and not alone else []
+    return notes + told(check_source(config, "model.reward", file, spec.function, package, beside, alone))[1]
 
 
 # With torch, which takes seconds: asked for a directory with code of its own alone.

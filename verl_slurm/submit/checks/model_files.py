@@ -50,7 +50,7 @@ BUILTIN_MODELS: dict[str, dict[str, Any]] = {
 }
 """Maps a name to the content of its config.json once it is built."""
 # The names that `from_pretrained` looks for.
-_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_WHOLE, _INDEX, _PICKLED = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 # Files of vocabularies. Without one transformers makes an empty tokenizer, which takes every text and has no token.
 _VOCABULARY = re.compile(r"tokenizer\.json|vocab.*|tekken.*|.+\.tiktoken|.+\.model(\.v\d+)?")
 _LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
@@ -172,7 +172,11 @@ def weights_of(directory: Path) -> dict[str, int]:
     """Maps the name of each tensor to its number of elements, by the headers of safetensors files; empty: unknown.
     May raise OSError."""
     found: dict[str, int] = {}
-    for path in directory.glob("*.safetensors"):
+    files: list[Path] = []
+    with suppress(DataError):
+        names = weight_files(directory, "")
+        files = [directory / name for name in names if name.endswith(".safetensors")]
+    for path in files:
         header = _of_weights(path, read_header)
         # A file that cannot be understood makes all unknown, and not less.
         if isinstance(header, str):
@@ -233,14 +237,11 @@ def refuse_adapter(key: str, directory: Path) -> None:
 
 
 def _check_weights(key: str, directory: Path, remedy: str) -> None:
-    # In the order in which `from_pretrained` looks for them.
-    if (directory / _WHOLE).is_file():
-        return
-    if (directory / _INDEX).is_file():
-        _check_index(directory, remedy)
+    found = weight_files(directory, remedy)
+    if found and found[0].endswith(".safetensors"):
         return
     # Each likely cause has its own words and remedy: pickles, a file of another name.
-    pickled = [path.name for path in sorted(directory.glob("pytorch_model*.bin"))]
+    pickled = found or [path.name for path in sorted(directory.glob("pytorch_model*.bin"))]
     expected = f"{_WHOLE} or {_INDEX}"
     if pickled:
         raise DataError(
@@ -261,14 +262,37 @@ def _check_weights(key: str, directory: Path, remedy: str) -> None:
     )
 
 
+def weight_files(directory: Path, remedy: str) -> list[str]:
+    """Returns the names of the files that `from_pretrained` loads; empty: there is none that it looks for. DataError:
+    a shard is missing, or weights are there twice."""
+    for whole, index in ((_WHOLE, _INDEX), (_PICKLED, f"{_PICKLED}.index.json")):  # in its order
+        shards = _shards(directory / index, remedy) if (directory / index).is_file() else []
+        if not (directory / whole).is_file():
+            if shards:
+                return shards
+            continue
+        stem, suffix = whole.split(".")
+        others = shards or sorted(path.name for path in directory.glob(f"{stem}-*-of-*.{suffix}"))
+        if others not in ([], [whole]):
+            raise DataError(
+                "the model's weights are there twice",
+                where=directory,
+                found=f"{whole}, and {f'{index}, which names' if shards else 'shards beside it:'} {others[0]}",
+                expected="one of the two: from_pretrained would load the first, vLLM the others",
+                remedy=f"see which are the model's, and move the others away, with their {index}",
+            )
+        return [whole]
+    return []
+
+
 def _conversion(key: str, directory: Path) -> str:
     kind = "AutoModelForCausalLM" if key == "model.path" else "AutoModelForSequenceClassification"
     code = f"from transformers import {kind} as M; d = {str(directory)!r}; M.from_pretrained(d).save_pretrained(d)"
     return f"{shell_word(sys.executable)} -c {shell_word(code)}"
 
 
-def _check_index(directory: Path, remedy: str) -> None:
-    path = directory / _INDEX
+def _shards(path: Path, remedy: str) -> list[str]:
+    """Returns the files that an index of weights names. DataError: one of them is missing, and no whole file is there."""
     try:
         data = read_regular(path, SAFETENSORS_HEADER, follow=True)
         index = decode_json(data, _Index, SAFETENSORS_HEADER, doubles=False)
@@ -278,18 +302,18 @@ def _check_index(directory: Path, remedy: str) -> None:
             "the index of the weights cannot be read", where=path, found=error, remedy=remedy
         ) from None
     # A name with a directory in it leads out of the model's.
-    # Every shard in the index has to exist.
-    missing = [name for name in shards if Path(name).name != name or not (directory / name).is_file()]
-    if missing or not shards:
+    missing = [name for name in shards if Path(name).name != name or not (path.parent / name).is_file()]
+    if (missing or not shards) and not (path.parent / path.name.removesuffix(".index.json")).is_file():
         raise DataError(
             "the weights are incomplete",
-            where=directory,
+            where=path.parent,
             found=f"no {missing[0]} ({len(missing)} of {len(shards)} shards missing)"
             if shards
             else "no shards",
-            expected=f"every file that {_INDEX} names",
+            expected=f"every file that {path.name} names",
             remedy="copy or download the missing files",
         )
+    return shards
 
 
 def _check_config(path: Path, remedy: str) -> tuple[int, ...]:

@@ -29,7 +29,9 @@ from verl_slurm.checks import Finding, good, skipped
 from verl_slurm.checks.probe_command import run_to_end
 from verl_slurm.config.reward_spec import bindings, names_of
 from verl_slurm.config.schema import HOOKS, RunConfig, ServiceConfig, SlurmConfig
+from verl_slurm.program.git import work_tree
 from verl_slurm.program.installed import look
+from verl_slurm.program.listing import holds_other_things
 from verl_slurm.slurm.rank_setup import python_of, setup_script
 
 _PYTHON = r"python[\d.]*|pypy[\d.]*"
@@ -350,6 +352,12 @@ def python_not_run(reason: str) -> Iterator[None]:
         _NOT_RUN.reset(token)
 
 
+def is_copied_alone(config: RunConfig, file: Path) -> bool:
+    """Returns whether the ranks get a copy of a reward's or verl's file without its neighbours: it is of no tree."""
+    top = work_tree(file.parent).top if config.code.tree == "auto" else None
+    return config.code.tree == "auto" and (top is None or holds_other_things(top))
+
+
 def ranks_search(config: RunConfig) -> list[str]:
     """Returns the directories in which the ranks' Python looks for modules, as far as this machine can tell."""
     own = _own_python_path(config)
@@ -358,18 +366,21 @@ def ranks_search(config: RunConfig) -> list[str]:
     return [*own, *look(python_of(config.slurm) or sys.executable, _environ(config)).search]
 
 
-def _own_python_path(config: RunConfig) -> list[str]:
-    return [
-        place for place in str(config.env.get("PYTHONPATH", "")).split(os.pathsep) if place.startswith("/")
-    ]
+def _own_python_path(config: RunConfig, without: str = "") -> list[str]:
+    places = str(config.env.get("PYTHONPATH", "")).split(os.pathsep)
+    return [place for place in places if place.startswith("/") and os.path.realpath(place) != without]
 
 
-def _environ(config: RunConfig) -> dict[str, str]:
+def _environ(config: RunConfig, without: str = "") -> dict[str, str]:
     # The configuration's PYTHONPATH wins in the job. Here Python would run a `sitecustomize` from it, so its
     # directories are looked through without Python's help.
-    return {
+    found = {
         name: value for name, value in os.environ.items() if name not in config.env or name != "PYTHONPATH"
     }
+    if without and "PYTHONPATH" in found:
+        places = found["PYTHONPATH"].split(os.pathsep)
+        found["PYTHONPATH"] = os.pathsep.join(one for one in places if os.path.realpath(one) != without)
+    return found
 
 
 def answer_of_ranks_python(
@@ -404,24 +415,24 @@ def why_unseen(config: RunConfig) -> str:
 
 
 def check_modules(
-    config: RunConfig, names: Sequence[str], what: str, beside: Sequence[str] = ()
+    config: RunConfig, names: Sequence[str], what: str, beside: Sequence[str] = (), without: str = ""
 ) -> list[Finding]:
     """Raises ConfigError for top-level modules, imported by `what`, that the ranks' Python does not find. Imports
     none.
 
-    `beside`: further directories that are searched.
+    `beside`: further directories that are searched. `without`: one that is not, although PYTHONPATH names it.
     """
     unseen = why_unseen(config)
     if config.slurm.container is not None:
         return [skipped(f"the modules of {what} ({', '.join(names)}): {unseen}")] if names else []
-    near = [*beside, *_own_python_path(config)]
+    near = [*beside, *_own_python_path(config, without)]
     wanted = [name for name in dict.fromkeys(names) if not near or PathFinder.find_spec(name, near) is None]
     if not wanted:
         return []
     if not_run := _NOT_RUN.get():
         return [skipped(f"the modules of {what} ({', '.join(wanted)}): {not_run}")]
     python = python_of(config.slurm) or sys.executable
-    answer = look(python, _environ(config), wanted)
+    answer = look(python, _environ(config, without), wanted)
     if not answer.python:
         return [skipped(f"the modules of {what} ({', '.join(wanted)}): {python} does not answer")]
     if not answer.lacking:
@@ -447,6 +458,7 @@ def check_imports(
     function: str = "",
     beside: Sequence[str] = (),
     package: str = "",
+    alone: bool = False,
 ) -> list[Finding]:
     """Refuses a source whose imports the ranks' Python does not have.
 
@@ -455,6 +467,7 @@ def check_imports(
         function: whose own imports count, too.
         beside: directories in which its neighbours are found.
         package: in which the file is loaded; empty: it is loaded by itself.
+        alone: it `is_copied_alone`.
 
     Raises:
         ConfigError: a module is missing, or a relative import cannot work.
@@ -475,8 +488,10 @@ def check_imports(
             names.append(node.module.partition(".")[0])
     if not names:
         return []
+    # In PYTHONPATH the copy takes the place of the folder, without the file's neighbours.
+    without = os.path.realpath(file.parent) if alone else ""
     try:
-        return check_modules(config, list(dict.fromkeys(names)), str(file), beside)
+        return check_modules(config, list(dict.fromkeys(names)), str(file), beside, without)
     except ConfigError as error:
         near = [
             name for name in names if (file.parent / f"{name}.py").exists() or (file.parent / name).is_dir()
@@ -556,11 +571,17 @@ def _imports(body: Sequence[ast.stmt], function: str) -> Iterator[ast.Import | a
 
 
 def check_source(
-    config: RunConfig, key: str, file: Path, name: str = "", package: str = "", beside: Sequence[str] = ()
+    config: RunConfig,
+    key: str,
+    file: Path,
+    name: str = "",
+    package: str = "",
+    beside: Sequence[str] = (),
+    alone: bool = False,
 ) -> list[Finding]:
     """Checks a Python file that a program loads: it parses, binds `name` (empty: any), and finds its imports.
 
-    `key` names the file, for messages; `package` and `beside` are as of `check_imports`.
+    `key` names the file, for messages; `package`, `beside` and `alone` are as of `check_imports`.
 
     Raises:
         ConfigError: it binds no such name, lacks a module, or has a relative import that cannot work.
@@ -586,7 +607,9 @@ def check_source(
         found.append(skipped(f"whether {file} has {name}, since it imports *"))
     return [
         *found,
-        *check_imports(config, file, tree, key=key, function=name, beside=beside, package=package),
+        *check_imports(
+            config, file, tree, key=key, function=name, beside=beside, package=package, alone=alone
+        ),
     ]
 
 

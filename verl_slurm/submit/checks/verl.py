@@ -44,12 +44,13 @@ from verl_slurm.dataset.prompts.look import MOST_TEXTS, Rows, WantedRows
 from verl_slurm.loops.verl.verl_settings import start_settings
 from verl_slurm.slurm.rank_setup import python_of
 from verl_slurm.submit.checks import user_programs
-from verl_slurm.submit.checks.model_files import require_model, require_whole_weights
+from verl_slurm.submit.checks.model_files import require_model, require_whole_weights, weight_files
 from verl_slurm.submit.checks.prompt_data import look_at_files, refuse_partial
 from verl_slurm.submit.checks.user_programs import (
     answer_of_ranks_python,
     check_modules,
     check_source,
+    is_copied_alone,
     ranks_search,
 )
 from verl_slurm.verl import verl_inputs
@@ -399,7 +400,9 @@ def _check_file(config: RunConfig, file: verl_inputs.CodeFile) -> list[Finding]:
             remedy=f"set {where}",
         )
     if place.suffix == ".py":
-        return [good(f"{where}: {place.name}"), *check_source(config, where, place, file.name or "")]
+        alone = is_copied_alone(config, place)
+        found = check_source(config, where, place, file.name or "", alone=alone)
+        return [good(f"{where}: {place.name}"), *found]
     if place.suffix in (".yaml", ".yml") and file.key.endswith(_OF_CLASSES):
         return _check_classes(config, where, place)
     return [skipped(f"the content of {where}: {file.place}")]
@@ -621,8 +624,8 @@ def _check_model(one: verl_inputs.Input, place: Path) -> None:
         f"set verl.{one.key} to a directory made by save_pretrained, or to a name of the Hugging Face hub"
     )
     require_model(f"verl.{one.key}", place, remedy)
-    # What from_pretrained finds: safetensors, or pickles, which verl itself reads.
-    if not any(place.glob("*.safetensors")) and not any(place.glob("*.bin")):
+    # Safetensors, or pickles, which verl itself reads.
+    if not weight_files(place, remedy):
         raise DataError("the model directory has no weights", where=place, remedy=remedy)
     try:
         said = read_model_config(place)
