@@ -81,7 +81,7 @@ def make_run(
     """One run with a journal of about so many events: attempts of fifty saves, with preemptions between them."""
     paths = RunPaths(root)
     paths.checkpoints.mkdir(parents=True)
-    paths.run_yaml.write_text(f"name: {root.name}\n")
+    paths.run_yaml.write_text(f"name: {root.name}\nrun_dir: {root.absolute()}\n")
     teller = Teller(job_id, cluster, host)
     teller.say("submitted", cluster=cluster, host=host)
     teller.start()

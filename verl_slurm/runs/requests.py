@@ -12,6 +12,7 @@ import psutil
 from verl_slurm.base.errors import NotFound, SlurmMissing, SlurmRefused, VerlSlurmError
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.config.changes import require_in_place
 from verl_slurm.config.load import load_resolved
 from verl_slurm.journal.events import CancelAsked, Ended, Event, RequeueAsked
 from verl_slurm.journal.files import append_event, read_history
@@ -299,8 +300,7 @@ def _require_own(run: RunPaths, job: Submission, state: JobState, by_hand: str) 
     if not runs_here(run.root, facts.command or "", facts.work_dir):
         remedy = f"where it is this run's all the same: {by_hand.format(facts.target)}"
         if state.detail == ANOTHERS:
-            again = f"`verl-slurm submit {shell_word(run.root)}` starts it again"
-            remedy = f"leave it: {ANOTHERS}, and the run's is over; {again}"
+            remedy = f"leave it: {ANOTHERS}, and the run's is over; {way_on(run)}"
         raise SlurmRefused(
             f"{run.events} names a job of which Slurm does not say that it is this run's",
             where=job.job_id,
@@ -308,6 +308,15 @@ def _require_own(run: RunPaths, job: Submission, state: JobState, by_hand: str) 
             expected=f"{run.root} as its argument, or a script in {run.logs}",
             remedy=remedy,
         )
+
+
+def way_on(run: RunPaths) -> str:
+    """Says how a run without a job goes on: by the command, or what keeps it from there, e.g. that it is a copy."""
+    try:
+        require_in_place(run.root, load_resolved(run.run_yaml), "submit")
+    except VerlSlurmError as error:
+        return error.one_line()
+    return f"`verl-slurm submit {shell_word(run.root)}` starts it again"
 
 
 def ask_for_save(run: RunPaths) -> str:

@@ -42,6 +42,7 @@ from verl_slurm.runs.glance import (
     state_of,
 )
 from verl_slurm.runs.liveness import JobState, job_state, requeued_words, unknown_jobs, was_requeued
+from verl_slurm.runs.requests import way_on
 from verl_slurm.runs.run_record import has_ledger, lead_log, require_run
 from verl_slurm.wire.reward_plan import read_reward_plan, read_reward_request
 
@@ -256,9 +257,7 @@ def _over_words(run: RunPaths, ended: str | None, answer: JobState) -> str:
         see = (
             "its script wrote nothing: its node did not see RUN, or slurmd's log there says why (TaskProlog?)"
         )
-    return (
-        f"{before} the job is over ({answer.state}); {see}; verl-slurm submit {shell_word(run.root)} goes on"
-    )
+    return f"{before} the job is over ({answer.state}); {see}; {way_on(run)}"
 
 
 def _unknown_job(run: RunPaths, history: History, seen: Glance) -> str:
