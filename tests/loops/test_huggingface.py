@@ -66,6 +66,13 @@ class OnlyOnce(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
         return self._left
 
 
+class Few(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
+    """Sixteen samples in each pass."""
+
+    def __iter__(self) -> Any:
+        return iter([Numbers()[index] for index in range(16)])
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -418,6 +425,17 @@ def test_settings_that_cost_data_of_an_interrupted_epoch_are_said(
         for notice in daemon.heard(RankNotice)
     ]
     assert said == [(False, True), (True, True)], "loud where it has cost something"
+
+
+def test_a_stream_that_had_started_over_is_said_to_begin_its_pass_again(tmp_path: Path) -> None:
+    said = []
+    for step in (3, 7):  # a pass has four
+        run, daemon = Run(tmp_path / str(step)), Daemon()
+        for one in (Daemon({step: stop()}), daemon):
+            Life(run.life(one), data=Few(), accelerator_config={"dispatch_batches": False})
+        assert max(daemon.steps()) == 12
+        said.append(["interrupted in pass 2" in notice.text for notice in daemon.heard(RankNotice)])
+    assert said == [[], [True]]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.builders import run_config
@@ -224,6 +225,10 @@ def test_only_a_look_that_ran_out_of_memory_asks_for_smaller_rows(
     assert caught.value.exit_code is ExitCode.DATA
     assert found in str(caught.value.found)
     assert caught.value.expected == expected
+    (tmp_path / "chat.jinja").write_text("{% for one in range(99999) %}x{% endfor %}")
+    of_chats = msgspec.structs.replace(config.data, chat_template=str(tmp_path / "chat.jinja"))
+    with pytest.raises(DataError, match=r"see whether the chat template .*chat\.jinja ends, and which row"):
+        check_data(msgspec.structs.replace(config, data=of_chats))
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json"])

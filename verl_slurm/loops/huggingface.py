@@ -38,7 +38,7 @@ from transformers import (
 )
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_pt_utils import LengthGroupedSampler
-from transformers.trainer_utils import SaveStrategy, TrainOutput
+from transformers.trainer_utils import SaveStrategy, TrainOutput, has_length
 
 from verl_slurm.base.errors import ConfigError, DataError, VerlSlurmError
 from verl_slurm.checkpoint.format.specification import FileEntry, guest_directory
@@ -187,7 +187,8 @@ class VerlSlurmCallback(Served, TrainerCallback):
         if not again:
             tell_used(self.session, then, _intervals(state))
             tell_replaced(self.session, self._made_with, _SET_THEM, rates=self._rates, data=self._data)
-        if not again and (loss := _data_loss(args, kwargs.get("train_dataloader"))):
+        passes = int(state.epoch or 0) if self.resume is not None else 0
+        if not again and (loss := _data_loss(args, kwargs.get("train_dataloader"), passes)):
             self.session.notice(loss, loud=self.resume is not None)
         if self.resume is not None and not self.is_adopted:
             args.eval_on_start = False  # it was, and counts for early stopping
@@ -517,8 +518,15 @@ def _data(trainer: Trainer, loader: Any) -> dict[str, int]:
     )
 
 
-def _data_loss(args: TrainingArguments, loader: Any) -> str:
-    """Returns what the settings cost of the data of an interrupted epoch, for people; empty: nothing."""
+def _data_loss(args: TrainingArguments, loader: Any, passes: int) -> str:
+    """Returns what the settings cost of the data of an interrupted epoch, for people; empty: nothing. `passes`: those
+    through a stream that were over when it was interrupted."""
+    # The Trainer takes all of its steps for one epoch, and skips in the first pass alone.
+    if passes and not has_length(loader):
+        return (
+            f"a stream without a length, interrupted in pass {passes + 1}: that one begins again with its first "
+            "sample, so what it had of it comes again"
+        )
     if args.ignore_data_skip:
         return (
             "ignore_data_skip=True: an interrupted epoch goes on with batches of its start, and never gets to its last "

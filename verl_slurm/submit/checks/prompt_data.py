@@ -282,12 +282,15 @@ def _look(wanted: PromptsRequest) -> PromptsLook:
     if answer.look is not None:
         return answer.look
     files_key = wanted.key.replace("root", "files")
+    of = wanted.data.chat_template
+    template = "the model's chat template" if of == "auto" else f"the chat template {of}"
+    rendered = f"whether {template} ends, and " * bool(wanted.template)
     raise DataError(
         "the data cannot be looked at",
         where=wanted.root,
         found=words,
         expected="rows of moderate size" if words == _TOO_LARGE else None,
-        remedy=f"see which row that is: set {files_key} to one file after the other, or to files of fewer rows",
+        remedy=f"see {rendered}which row that is: set {files_key} to one file after the other, or to files of fewer rows",
     )
 
 
