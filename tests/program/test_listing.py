@@ -97,6 +97,14 @@ def test_files_with_the_name_of_a_secret_are_left_out_and_said(tmp_path: Path) -
     assert diff_of(repo, found.names) == b""
 
 
+def test_logs_are_left_out_and_said(tmp_path: Path) -> None:
+    for name in ("train.py", "a.log", "nohup.out", "slurm-7.out"):
+        (tmp_path / name).write_text("")
+    found = listed(tmp_path)
+    assert found.names == ["train.py"]
+    assert "since its name is of a log (code.include takes it): " in found.notes[0]
+
+
 def test_links_are_not_followed_and_pipes_are_no_code(tmp_path: Path) -> None:
     root, outside = tmp_path / "code", tmp_path / "outside"
     outside.mkdir()

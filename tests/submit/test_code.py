@@ -1,6 +1,7 @@
 """Which code a submission takes into the run, and what the ranks are given of it."""
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -199,6 +200,14 @@ def test_secrets_of_the_configuration_the_run_and_its_data_are_never_copied(plac
     assert tree.diff == ""
     for folder, _, names in os.walk(place.paths.code):
         assert all(b"sesame" not in Path(folder, name).read_bytes() for name in names)
+
+
+def test_where_the_command_prints_to_is_no_code(place: Place) -> None:
+    words = ["submit", str(place.yaml), f"run_dir={place.paths.root}", "--cluster", "local", "--dry-run"]
+    with (place.repo / "said.txt").open("wb") as said:
+        argv = [sys.executable, "-m", "verl_slurm.cli", *words]
+        subprocess.run(argv, check=True, stdout=said, stderr=said, timeout=60)
+    assert ", 2 files, " in (place.repo / "said.txt").read_text()
 
 
 def test_a_program_that_git_ignores_is_copied_with_its_directory(place: Place) -> None:

@@ -544,7 +544,8 @@ class History:
         rank = re.search(r"verl-slurm: rank (\d+) \(", self.last_fault)
         logs = f"verl-slurm logs {shell_word(root)}"
         logs += f" --rank {rank[1]} shows more" if rank else " --all lists what each node has printed"
-        return f"{self.stuck} restarts in a row crashed without anything new{last}; {logs}"
+        goes_on = f"once that is corrected, `verl-slurm submit {shell_word(root)} --code new` goes on"
+        return f"{self.stuck} restarts in a row crashed without anything new{last}; {logs}; {goes_on}"
 
     def failed_starts(self, job_id: str, requeues: int) -> int:
         """How many attempts in a row before this one storage or Slurm stopped. `requeues`: of the job so far."""

@@ -1,7 +1,7 @@
 """Decides which files of a tree are the code: what git lists, or all below a directory, without what is none.
 
-Left out everywhere: directories of runs, virtual environments, Python's caches, files that hold secrets by their name
-or by the configuration, and what the user excludes. Links are kept as links, and not followed. Pipes, sockets and
+Left out everywhere: directories of runs, virtual environments, Python's caches, logs, files that hold secrets by their
+name or by the configuration, and what the user excludes. Links are kept as links, and not followed. Pipes, sockets and
 devices are no code.
 """
 
@@ -36,6 +36,8 @@ _SECRET = (
     *("id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", "credentials.json", "token", "*.token"),
 )
 """Names of files that hold keys and tokens."""
+_LOGS = ("*.log", "nohup.out", "slurm-*.out", "slurm-*.err")
+"""Names of files that grow while the code is copied, and differ at the next submission."""
 _SOURCE = (".py", ".pyi", ".pyx", ".pth", ".so", ".sh", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".jinja")
 """A program that has not changed may come to run or read a new file with one of these suffixes."""
 _SHOWN = 3
@@ -118,6 +120,7 @@ def list_code(
             closed,
         ),
         ("left out of the copy of the code, since its name is of a secret", rule.secrets),
+        ("left out of the copy of the code, since its name is of a log (code.include takes it)", rule.logs),
         ("left out of the copy of the code, since it is no file", special),
         ("no part of the run's code, since new and no source (--code new takes it)", outputs),
         ("not in the copy of the code: it is behind a link that leads out of the tree", outside),
@@ -134,12 +137,12 @@ def holds_other_things(root: Path) -> bool:
 
 
 class _Rule:
-    """Tells what is code in one tree, and remembers what it left out because it may hold a secret."""
+    """Tells what is code in one tree, and remembers what it left out by its name: secrets and logs."""
 
     def __init__(self, root: Path, exclude: Sequence[str], left_out: Collection[Path]) -> None:
         self._root, self._exclude, self._left_out = root, tuple(exclude), frozenset(left_out)
         self._folders: dict[str, bool] = {"": True}
-        self.secrets: list[str] = []
+        self.secrets, self.logs = list[str](), list[str]()
 
     def kept(self, names: Sequence[str]) -> Iterator[str]:
         for name in names:
@@ -191,9 +194,10 @@ class _Rule:
         last = os.path.basename(name)
         if self._root / name in self._left_out or self._excluded(name) or last.endswith((".pyc", ".pyo")):
             return False
-        if any(fnmatchcase(last, pattern) for pattern in _SECRET):
-            self.secrets.append(name)
-            return False
+        for patterns, found in ((_SECRET, self.secrets), (_LOGS, self.logs)):
+            if any(fnmatchcase(last, pattern) for pattern in patterns):
+                found.append(name)
+                return False
         return True
 
     def _excluded(self, name: str) -> bool:

@@ -59,7 +59,8 @@ def store_tree(folder: Path, source: Path, tree: Fingerprint, what: str, *, link
             for name, is_same in zip(files, copied, strict=True):
                 if not is_same:
                     changed = f"{what} has changed while it was copied"
-                    raise Fenced(changed, where=source / name, remedy="start again when nobody writes there")
+                    remedy = "start again when nobody writes there" + ", or with it in code.exclude" * links
+                    raise Fenced(changed, where=source / name, remedy=remedy)
         # Bottom up: a directory is synced after everything in it.
         for path in sorted(folders, reverse=True):
             fsync_path(path)

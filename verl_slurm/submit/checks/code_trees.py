@@ -328,7 +328,7 @@ def _with_all(tree: Listing, programs: Sequence[Program]) -> Listing:
 
 
 def _left_out(config: RunConfig, programs: Sequence[Program]) -> set[Path]:
-    """Lists what lies in a tree and is no code: secrets, the run, models and data."""
+    """Lists what lies in a tree and is no code: secrets, the run, models and data, and where this command prints to."""
     encryption = config.checkpoint.encryption
     secret = [*config.env_from_files.values(), config.hooks.webhook_token_file]
     if encryption is not None:
@@ -343,7 +343,8 @@ def _left_out(config: RunConfig, programs: Sequence[Program]) -> set[Path]:
         ),
         config.model.reward.removeprefix("classifier:"),
     ]
-    found = {Path(text).resolve() for text in [*secret, *places] if text and text.startswith("/")}
+    printed = [os.readlink(f"/proc/self/fd/{fd}") for fd in (1, 2) if os.path.exists(f"/proc/self/fd/{fd}")]
+    found = {Path(text).resolve() for text in [*secret, *places, *printed] if text and text.startswith("/")}
     # `data.root: .` is the directory of the program as well.
     return {place for place in found if not any(p.path.resolve().is_relative_to(place) for p in programs)}
 
