@@ -231,7 +231,10 @@ def test_a_job_that_is_over_by_slurm_goes_on_by_submit_whatever_the_journal_has(
     (run / "logs").mkdir()
     (run / "logs/1_0_log.out").touch()
     said = cli("status", run).out
-    assert f"the job is over ({state}); see verl-slurm logs {run}; `verl-slurm submit {run}` starts it again" in said
+    assert (
+        f"the job is over ({state}); see verl-slurm logs {run}; `verl-slurm submit {run}` starts it again"
+        in said
+    )
     assert "goes on by itself" not in said
     assert said.count("\nended") == 1
 
@@ -280,6 +283,7 @@ def test_a_foreign_job_without_a_script_that_has_the_runs_number_is_left_alone(
     assert "scancel" not in said.err
     # A copy of a run names its job, too, and `submit` would refuse it.
     (run / "run.yaml").write_text("run_dir: /the/original\n")
+    assert cli("status", run, "--json").json["misplaced"].startswith("a copy, or a run that was moved")
     for said in (cli("status", run).out, cli(*words, run).err):
         assert "a copy, or a run that was moved" in said
         assert f"verl-slurm submit {run}`" not in said

@@ -92,6 +92,13 @@ def test_no_write_permission_is_refused_before_anything_is_made(
     assert caught.value.exit_code is ExitCode.PERMISSION
     assert "choose another run_dir" in caught.value.one_line()
     assert not (closed_place / "runs").exists()
+    # In another one a run that is there would begin again.
+    (closed_place / "run.yaml").touch()
+    with (
+        ordinary_user(),
+        pytest.raises(PermissionRefused, match="a job that it has waits for that by itself"),
+    ):
+        check_run_dir(closed_place)
 
 
 def test_an_unreadable_configuration_and_unreadable_data_are_refused(

@@ -371,6 +371,13 @@ def test_a_start_that_slurm_overruled_makes_later_requeues_wait_longer(
     assert asyncio.run(allocation.learn(History(events))) is None
     assert allocation._delay_from_now(left=True) == 2
     late.append(121.0)
+    first, third = (
+        ev.Started("slurm", requeues=n, attempt=n, job_id="37", time=wanted.isoformat()) for n in (0, 2)
+    )
+    twice = [first, *events, third]
+    assert asyncio.run(allocation.learn(History(twice))) is None, (
+        "the batch script asked for a start in between"
+    )
     found = asyncio.run(allocation.learn(History(events)))
     assert found is not None
     assert allocation._delay_from_now(left=True) == 8

@@ -277,6 +277,10 @@ class SlurmAllocation(Allocation):
         self._save_s = max((save.event.seconds or 0.0 for save in history.all_saves[-3:]), default=0.0)
         if history.end is None or not history.end.next_start:
             return None
+        # Since then the batch script has asked for another start, as where storage did not answer.
+        before, now = ([0, 0] + [one.event.requeues for one in history.attempts])[-2:]
+        if now - before > 1:
+            return None
         wanted = datetime.fromisoformat(history.end.next_start)
         try:
             eligible = (await self._client.job(self._job.job_id)).eligible_time

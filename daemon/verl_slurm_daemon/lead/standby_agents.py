@@ -74,7 +74,8 @@ class Standby:
             self._allocation.keep_step(step.processes)
         # Whatever keeps it from standing by is nothing to those that train.
         except (OSError, TimeoutError, TooFewNodes, VerlSlurmError) as error:
-            await self.drop(f"the agents for the next restart do not come: {error}")
+            why = str(error) or f"not within {AGENTS_READY_S:.0f} s"
+            await self.drop(f"the agents for the next restart do not come: {why}")
 
     async def take(self, restart: int, nodes: int, avoid: Collection[str] = ()) -> Step | None:
         """Returns the step that stands by for this restart, which is the caller's then. Any other is ended."""

@@ -1,5 +1,6 @@
 """`verl-slurm status` and `list`: where one run stands, or all runs below a directory."""
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import click
 
 from verl_slurm.base.errors import NotFound, VerlSlurmError
+from verl_slurm.base.files import no_directory
 from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.decide.best import Best, Rank, rank_best
@@ -22,6 +24,7 @@ from verl_slurm.checkpoint.store.lost import former_checkpoint, gone_back, lost_
 from verl_slurm.cli.command_options import PLACE, RUN, Whole, command, option
 from verl_slurm.cli.show import render, run_tables, story
 from verl_slurm.cli.show.render import ago, span
+from verl_slurm.config.changes import require_in_place
 from verl_slurm.config.load import is_run, load_resolved
 from verl_slurm.journal.events import Ended, Event, RequeueAsked, Started, Submitted, Warned
 from verl_slurm.journal.files import read_events, read_history
@@ -107,6 +110,7 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
     hidden = run.checkpoints.exists() and not os.access(run.checkpoints, os.R_OK)
     lines: list[tuple[str, object]] = [
         ("run", facts["run_dir"]),
+        ("place", facts["misplaced"] and f"WARNING, {facts['misplaced']}"),
         ("job", facts["unknown_job"]),
         ("job", _job_words(facts, run)),
         ("held", facts["held"]),
@@ -233,6 +237,7 @@ def _facts(run: RunPaths, history: History) -> dict[str, Any]:
             f"{counted(failed.before + 1, 'attempt')} in a row, and the next comes by itself: {failed.detail}"
         )
     return facts | {
+        "misplaced": _misplaced(run),
         "state": state_of(seen, here),
         "held": "" if held is None else held.reason,
         "start_failed": not_begun,
@@ -258,6 +263,17 @@ def _over_words(run: RunPaths, ended: str | None, answer: JobState) -> str:
             "its script wrote nothing: its node did not see RUN, or slurmd's log there says why (TaskProlog?)"
         )
     return f"{before} the job is over ({answer.state}); {see}; {way_on(run)}"
+
+
+def _misplaced(run: RunPaths) -> str:
+    """Says what `submit` would refuse of where the run lies: a copy, a run that was moved, a link for checkpoints."""
+    try:
+        require_in_place(run.root, load_resolved(run.run_yaml), "submit")
+        if run.checkpoints.is_symlink():
+            raise no_directory(NotADirectoryError(errno.ENOTDIR, ""), run.checkpoints)
+    except (OSError, VerlSlurmError) as error:
+        return error.one_line() if isinstance(error, VerlSlurmError) else str(error)
+    return ""
 
 
 def _unknown_job(run: RunPaths, history: History, seen: Glance) -> str:

@@ -292,7 +292,7 @@ def _conversion(key: str, directory: Path) -> str:
 
 
 def _shards(path: Path, remedy: str) -> list[str]:
-    """Returns the files that an index of weights names. DataError: one of them is missing, and no whole file is there."""
+    """Returns the files that an index of weights names. DataError: one is missing, and no whole file is there."""
     try:
         data = read_regular(path, SAFETENSORS_HEADER, follow=True)
         index = decode_json(data, _Index, SAFETENSORS_HEADER, doubles=False)

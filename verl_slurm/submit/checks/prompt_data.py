@@ -290,7 +290,7 @@ def _look(wanted: PromptsRequest) -> PromptsLook:
         where=wanted.root,
         found=words,
         expected="rows of moderate size" if words == _TOO_LARGE else None,
-        remedy=f"see {rendered}which row that is: set {files_key} to one file after the other, or to files of fewer rows",
+        remedy=f"see {rendered}which row that is: set {files_key} to one file after the other, or to smaller ones",
     )
 
 

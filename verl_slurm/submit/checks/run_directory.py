@@ -65,11 +65,16 @@ def check_run_dir(run_dir: Path) -> None:
         raise PermissionRefused("a file is in the way of the run directory", where=place, remedy=remedy)
     # By default access(2) asks for the real user, and files are made by the effective one.
     if not os.access(place, os.W_OK | os.X_OK, effective_ids=True) or _is_read_only(place):
+        closed = os.statvfs(place).f_flag & os.ST_RDONLY
+        if (run_dir / "run.yaml").exists():
+            remedy = "the run goes on here once that is over; a job that it has waits for that by itself"
+        else:
+            remedy += ", or ask for write permission"
         raise PermissionRefused(
             "the run directory cannot be written",
             where=run_dir,
-            found=f"no write permission in {place}",
-            remedy=f"{remedy}, or ask for write permission",
+            found=f"{'a read-only file system' if closed else 'no write permission'} in {place}",
+            remedy=remedy,
         )
     # Asked apart from the permissions: root may write into anybody's directory.
     if place == run_dir and place.stat().st_uid != os.geteuid():

@@ -40,7 +40,9 @@ def main(run: Path) -> int:
     (run / "pid").write_text(f"{os.getpid()} {os.getppid()} {' '.join(sys.argv)}\n")
     (run / "environment.json").write_text(json.dumps(dict(os.environ)))
     cluster = "slurm" if "SLURM_JOB_ID" in os.environ else "local"
-    note("started", requeues=restart, nodes="here", pid=os.getpid(), cluster=cluster, host=socket.gethostname())
+    note(
+        "started", requeues=restart, nodes="here", pid=os.getpid(), cluster=cluster, host=socket.gethostname()
+    )
     print("the stub lead prints \x1b[31mred\x1b[0m", flush=True)
     if run.name.endswith("-quick") or restart:
         return end(0)
