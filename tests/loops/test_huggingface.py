@@ -66,9 +66,7 @@ class OnlyOnce(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
         return self._left
 
 
-class Few(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
-    """Sixteen samples in each pass."""
-
+class SixteenInAPass(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
     def __iter__(self) -> Any:
         return iter([Numbers()[index] for index in range(16)])
 
@@ -432,7 +430,7 @@ def test_a_stream_that_had_started_over_is_said_to_begin_its_pass_again(tmp_path
     for step in (3, 7):  # a pass has four
         run, daemon = Run(tmp_path / str(step)), Daemon()
         for one in (Daemon({step: stop()}), daemon):
-            Life(run.life(one), data=Few(), accelerator_config={"dispatch_batches": False})
+            Life(run.life(one), data=SixteenInAPass(), accelerator_config={"dispatch_batches": False})
         assert max(daemon.steps()) == 12
         said.append(["interrupted in pass 2" in notice.text for notice in daemon.heard(RankNotice)])
     assert said == [[], [True]]
