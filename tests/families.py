@@ -215,8 +215,8 @@ then says that it has not been tried. Encoders, and encoders with a decoder (T5,
 ## Weights
 
 * Weights must be safetensors: `model.safetensors`, or the shards that `model.safetensors.index.json` names. Pickled
-  weights (`pytorch_model.bin`) are refused with the command that converts them, and a directory with both of the former:
-  libraries differ in which of the two they load.
+  weights (`pytorch_model.bin`) are refused with the command that converts them, and so is a directory with both of the
+  former: libraries differ in which they load.
 * Quantized weights (`quantization_config`) and adapters (`adapter_config.json`, `adapter_model.*`) are refused, also
   beside a model's files: dequantize or merge them.
 

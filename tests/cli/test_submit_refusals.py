@@ -8,12 +8,18 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from verl_slurm.base.errors import DataError, PermissionRefused
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.checkpoint.decide.storage import FreeSpace
 from verl_slurm.checkpoint.store import medium
 from verl_slurm.config.checks import rollout as rollout_checks
+from verl_slurm.config.load import load
+from verl_slurm.config.schema import DataConfig, RunConfig
+from verl_slurm.submit.checks.prompt_data import check_data
+from verl_slurm.submit.checks.run_directory import check_run_dir
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 Cli = Callable[..., Any]
@@ -84,9 +90,6 @@ def closed_place() -> Iterator[Path]:
 def test_no_write_permission_is_refused_before_anything_is_made(
     workplace: Path, cli: Cli, closed_place: Path, ordinary_user: User
 ) -> None:
-    from verl_slurm.base.errors import PermissionRefused
-    from verl_slurm.submit.checks.run_directory import check_run_dir
-
     with ordinary_user(), pytest.raises(PermissionRefused, match="no write permission in") as caught:
         check_run_dir(closed_place / "runs" / "demo")
     assert caught.value.exit_code is ExitCode.PERMISSION
@@ -104,13 +107,6 @@ def test_no_write_permission_is_refused_before_anything_is_made(
 def test_an_unreadable_configuration_and_unreadable_data_are_refused(
     workplace: Path, closed_place: Path, ordinary_user: User
 ) -> None:
-    import msgspec
-
-    from verl_slurm.base.errors import DataError, PermissionRefused
-    from verl_slurm.config.load import load
-    from verl_slurm.config.schema import DataConfig, RunConfig
-    from verl_slurm.submit.checks.prompt_data import check_data
-
     config = msgspec.structs.replace(RunConfig(), data=DataConfig(root=str(closed_place)))
     with ordinary_user():
         with pytest.raises(PermissionRefused, match=r"cannot be read.*Permission denied"):

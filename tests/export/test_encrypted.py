@@ -53,6 +53,7 @@ def test_an_export_of_what_is_encrypted_is_that_of_what_is_not(
     assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
+@pytest.mark.long
 def test_the_command_line_finds_the_key_by_the_run_or_takes_it_by_hand(
     trained: Any, checkpoint: Path, encrypted: Path, key_file: Path, tmp_path: Path, capfd: Any
 ) -> None:

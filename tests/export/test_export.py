@@ -55,6 +55,7 @@ def test_the_command_exports_a_model_that_gives_the_same_logits(
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+@pytest.mark.long
 @pytest.mark.scenario("USE19")
 def test_export_says_at_once_what_it_does_before_the_writer_has_started(
     trained: Any, checkpoint: Path, tmp_path: Path, capfd: Any

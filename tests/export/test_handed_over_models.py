@@ -160,6 +160,7 @@ def test_a_config_beyond_its_checkpoint_is_refused_in_little_memory_and_time(
     assert done.code == ExitCode.DATA, done
 
 
+@pytest.mark.long
 @pytest.mark.scenario("SEC09")
 def test_a_config_that_swells_in_memory_is_refused(
     checkpoint: Path, model: Path, good: Measured, tmp_path: Path
@@ -196,6 +197,7 @@ def test_a_library_that_takes_too_much_cpu_ends_the_export_in_one_line(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.long
 @pytest.mark.scenario("SEC10")
 @pytest.mark.parametrize(
     "key",

@@ -113,6 +113,7 @@ def test_training_without_a_template_and_one_that_writes_the_date_are_said(
     assert len(record(tmp_path / "pt")["template_sha256"]) == 64
 
 
+@pytest.mark.long
 def test_a_model_that_the_user_names_keeps_its_template_and_the_difference_is_said(
     make_trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:

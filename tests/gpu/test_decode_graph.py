@@ -51,6 +51,7 @@ def test_it_samples_what_is_sampled_kernel_by_kernel(tiny: Path, prompts: Batch,
     torch.testing.assert_close(plain["logprobs"], graph["logprobs"], rtol=0, atol=1e-4)
 
 
+@pytest.mark.long
 def test_the_same_call_gives_the_same_bits_whatever_was_sampled_in_between(
     tiny: Path, prompts: Batch, device: str
 ) -> None:
@@ -73,6 +74,7 @@ def test_responses_end_where_they_end_without_it(tiny: Path, prompts: Batch, dev
     assert torch.equal(plain["response_mask"], graph["response_mask"])
 
 
+@pytest.mark.long
 def test_new_weights_are_sampled_with_at_once(tiny: Path, prompts: Batch, device: str) -> None:
     """A recorded graph reads the weights that `sync` brings."""
     actor = load_causal_lm(tiny).to(device)
@@ -88,6 +90,7 @@ def test_new_weights_are_sampled_with_at_once(tiny: Path, prompts: Batch, device
     assert not torch.equal(old[1]["logprobs"], new[1]["logprobs"])
 
 
+@pytest.mark.long
 def test_greedy_and_sampled_batches_take_turns(tiny: Path, prompts: Batch, device: str) -> None:
     """An evaluation's graph beside the training's."""
     engine = _engine(tiny, device, recorded=True)

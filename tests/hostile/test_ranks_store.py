@@ -153,6 +153,7 @@ assert total == 2
 """
 
 
+@pytest.mark.long
 @pytest.mark.scenario("SEC01")
 def test_below_ray_a_tcpstore_is_a_part_of_the_leads_store_and_listens_nowhere(tmp_path: Path) -> None:
     require_nothing_listens_but_lead_and_gloo(prepared(tmp_path, OWN_STORE + SAVES), python_path(BELOW_RAY))

@@ -32,6 +32,7 @@ def losses(run_dir: Path) -> list[float]:
     return [sum(found[step]) / len(found[step]) for step in sorted(found)]
 
 
+@pytest.mark.long
 def test_two_ranks_go_on_as_three_as_one_and_as_two_with_the_prompts_of_a_run_that_nobody_disturbed(
     tmp_path: Path,
 ) -> None:
@@ -47,6 +48,7 @@ def test_two_ranks_go_on_as_three_as_one_and_as_two_with_the_prompts_of_a_run_th
     assert len(set(drawn)) == len(drawn) == 2 * 2 + 2 * 3 + 2 + 2 * 2, "a rank drew another one's numbers"
 
 
+@pytest.mark.long
 def test_state_that_each_rank_has_for_itself_is_refused_by_name(tmp_path: Path) -> None:
     train(tmp_path / "run", 2, 2, OWN_STATE="1")
     with pytest.raises(AssertionError, match=r"(?s)differs from rank to rank.*noise/state"):

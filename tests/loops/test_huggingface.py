@@ -323,6 +323,7 @@ def too_large_until(batch: int, at_step: int, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Trainer, "training_step", tried)
 
 
+@pytest.mark.long
 def test_batches_that_did_not_fit_leave_the_output_directory_the_users(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,12 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load, save
 
 from tests.journals import read_events
 from tests.local_runs import lead, prepared
 from verl_slurm.base.errors import DatasetDrift
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.config.schema import DataConfig
+from verl_slurm.dataset.fingerprint.data_record import fingerprint
+from verl_slurm.trainer.data import PromptData, load_tokenizer
+from verl_slurm.trainer.models import load_causal_lm
+from verl_slurm.trainer.reward.scoring import build_reward
+from verl_slurm.trainer.state.pinned_model import pinned_model
 
 pytestmark = [pytest.mark.torch, pytest.mark.scenario("SEC02")]
 
@@ -63,18 +70,12 @@ def _sum(model: torch.nn.Module) -> float:
 
 def _other_weights(model: Path) -> bytes:
     """A whole file of the same tensors with other numbers."""
-    from safetensors.torch import load, save
-
     tensors = load((model / "model.safetensors").read_bytes())
     return save({name: tensor + 1 for name, tensor in tensors.items()}, {"format": "pt"})
 
 
 def test_weights_swapped_by_rename_while_they_are_loaded_are_never_seen(model: Path) -> None:
     """No internals would do: between hashing and loading there is no event that another process could wait for."""
-    from verl_slurm.dataset.fingerprint.data_record import fingerprint
-    from verl_slurm.trainer.models import load_causal_lm
-    from verl_slurm.trainer.state.pinned_model import pinned_model
-
     true = _sum(load_causal_lm(model))
     weights = model / "model.safetensors"
     with pinned_model(model, fingerprint(model).digests()) as pinned:
@@ -92,10 +93,6 @@ def test_weights_swapped_by_rename_while_they_are_loaded_are_never_seen(model: P
 
 
 def test_weights_written_to_while_they_are_loaded_and_put_back_are_refused(model: Path) -> None:
-    from verl_slurm.dataset.fingerprint.data_record import fingerprint
-    from verl_slurm.trainer.models import load_causal_lm
-    from verl_slurm.trainer.state.pinned_model import pinned_model
-
     weights = model / "model.safetensors"
     true, stamp = weights.read_bytes(), weights.stat()
     with (
@@ -112,10 +109,6 @@ def test_weights_written_to_while_they_are_loaded_and_put_back_are_refused(model
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
 def test_a_model_file_swapped_after_the_fingerprint_is_refused_by_name(model: Path, name: str) -> None:
-    from verl_slurm.dataset.fingerprint.data_record import fingerprint
-    from verl_slurm.trainer.models import load_causal_lm
-    from verl_slurm.trainer.state.pinned_model import pinned_model
-
     recorded = fingerprint(model).digests()
     (model / name).write_bytes(b"[]")
     with pytest.raises(DatasetDrift, match=name) as caught, pinned_model(model, recorded) as pinned:
@@ -125,10 +118,6 @@ def test_a_model_file_swapped_after_the_fingerprint_is_refused_by_name(model: Pa
 
 
 def test_held_out_prompts_and_a_reward_model_are_held_to_their_digests(tmp_path: Path, tiny: Path) -> None:
-    from verl_slurm.config.schema import DataConfig
-    from verl_slurm.trainer.data import PromptData, load_tokenizer
-    from verl_slurm.trainer.reward.scoring import build_reward
-
     for name in ("data", "held"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.jsonl").write_text(json.dumps({"prompt": name, "answer": "2"}) + "\n")
