@@ -231,10 +231,7 @@ def test_a_job_that_is_over_by_slurm_goes_on_by_submit_whatever_the_journal_has(
     (run / "logs").mkdir()
     (run / "logs/1_0_log.out").touch()
     said = cli("status", run).out
-    assert (
-        f"the job is over ({state}); see verl-slurm logs {run}; `verl-slurm submit {run}` starts it again"
-        in said
-    )
+    assert f"the job is over ({state}); see verl-slurm logs {run}; `verl-slurm submit {run}` goes on" in said
     assert "goes on by itself" not in said
     assert said.count("\nended") == 1
 

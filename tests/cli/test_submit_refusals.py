@@ -1,6 +1,7 @@
 """Bad input: one clear line with its remedy, its exit code, and nothing left behind."""
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -95,12 +96,13 @@ def test_no_write_permission_is_refused_before_anything_is_made(
     assert caught.value.exit_code is ExitCode.PERMISSION
     assert "choose another run_dir" in caught.value.one_line()
     assert not (closed_place / "runs").exists()
-    # In another one a run that is there would begin again.
+    # Its owner's run would begin again in another one.
     (closed_place / "run.yaml").touch()
-    with (
-        ordinary_user(),
-        pytest.raises(PermissionRefused, match="a job that it has waits for that by itself"),
-    ):
+    closed_place.chmod(0o500)
+    with ordinary_user():
+        owner = os.geteuid()
+    os.chown(closed_place, owner, -1)
+    with ordinary_user(), pytest.raises(PermissionRefused, match="a job that it has waits for that"):
         check_run_dir(closed_place)
 
 

@@ -101,7 +101,7 @@ def test_the_end_for_want_of_progress_has_the_words_of_the_last_crash() -> None:
     told = [restart("a"), {**CRASH, "detail": "x"}, {**CRASH, "detail": words}, {**CRASH, "detail": ""}]
     assert history(*told, {"event": "ended", "exit_code": 25}).no_progress(Path("/r")) == (
         f"3 restarts in a row crashed without anything new; the last one: {words}; "
-        "verl-slurm logs /r --rank 9 shows more; once that is corrected, `verl-slurm submit /r --code new` goes on"
+        "verl-slurm logs /r --rank 9 shows more; once that is corrected, `verl-slurm submit /r` goes on"
     )
     service = {"event": "cause", "cause": "service", "evidence": "judge: exit code 1"}
     said = history({**CRASH, "detail": words}, service).no_progress(Path("/r"))

@@ -544,7 +544,7 @@ class History:
         rank = re.search(r"verl-slurm: rank (\d+) \(", self.last_fault)
         logs = f"verl-slurm logs {shell_word(root)}"
         logs += f" --rank {rank[1]} shows more" if rank else " --all lists what each node has printed"
-        goes_on = f"once that is corrected, `verl-slurm submit {shell_word(root)} --code new` goes on"
+        goes_on = f"once that is corrected, `verl-slurm submit {shell_word(root)}` goes on"
         return f"{self.stuck} restarts in a row crashed without anything new{last}; {logs}; {goes_on}"
 
     def failed_starts(self, job_id: str, requeues: int) -> int:

@@ -1,6 +1,7 @@
 """What a user asks of a run's job: to end, to start again, to save."""
 
 import asyncio
+import errno
 import re
 import shutil
 import signal
@@ -10,6 +11,7 @@ from contextlib import suppress
 import psutil
 
 from verl_slurm.base.errors import NotFound, SlurmMissing, SlurmRefused, VerlSlurmError
+from verl_slurm.base.files import no_directory
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.changes import require_in_place
@@ -300,7 +302,8 @@ def _require_own(run: RunPaths, job: Submission, state: JobState, by_hand: str) 
     if not runs_here(run.root, facts.command or "", facts.work_dir):
         remedy = f"where it is this run's all the same: {by_hand.format(facts.target)}"
         if state.detail == ANOTHERS:
-            remedy = f"leave it: {ANOTHERS}, and the run's is over; {way_on(run)}"
+            again = misplaced(run) or f"`verl-slurm submit {shell_word(run.root)}` starts it again"
+            remedy = f"leave it: {ANOTHERS}, and the run's is over; {again}"
         raise SlurmRefused(
             f"{run.events} names a job of which Slurm does not say that it is this run's",
             where=job.job_id,
@@ -310,13 +313,15 @@ def _require_own(run: RunPaths, job: Submission, state: JobState, by_hand: str) 
         )
 
 
-def way_on(run: RunPaths) -> str:
-    """Says how a run without a job goes on: by the command, or what keeps it from there, e.g. that it is a copy."""
+def misplaced(run: RunPaths) -> str:
+    """Says what `submit` would refuse of where the run lies: a copy, a run that was moved, a link for checkpoints."""
     try:
         require_in_place(run.root, load_resolved(run.run_yaml), "submit")
-    except VerlSlurmError as error:
-        return error.one_line()
-    return f"`verl-slurm submit {shell_word(run.root)}` starts it again"
+        if run.checkpoints.is_symlink():
+            raise no_directory(NotADirectoryError(errno.ENOTDIR, ""), run.checkpoints)
+    except (OSError, VerlSlurmError) as error:
+        return error.one_line() if isinstance(error, VerlSlurmError) else str(error)
+    return ""
 
 
 def ask_for_save(run: RunPaths) -> str:

@@ -1,6 +1,5 @@
 """`verl-slurm status` and `list`: where one run stands, or all runs below a directory."""
 
-import errno
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +12,6 @@ from typing import Any
 import click
 
 from verl_slurm.base.errors import NotFound, VerlSlurmError
-from verl_slurm.base.files import no_directory
 from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.decide.best import Best, Rank, rank_best
@@ -24,7 +22,6 @@ from verl_slurm.checkpoint.store.lost import former_checkpoint, gone_back, lost_
 from verl_slurm.cli.command_options import PLACE, RUN, Whole, command, option
 from verl_slurm.cli.show import render, run_tables, story
 from verl_slurm.cli.show.render import ago, span
-from verl_slurm.config.changes import require_in_place
 from verl_slurm.config.load import is_run, load_resolved
 from verl_slurm.journal.events import Ended, Event, RequeueAsked, Started, Submitted, Warned
 from verl_slurm.journal.files import read_events, read_history
@@ -45,7 +42,7 @@ from verl_slurm.runs.glance import (
     state_of,
 )
 from verl_slurm.runs.liveness import JobState, job_state, requeued_words, unknown_jobs, was_requeued
-from verl_slurm.runs.requests import way_on
+from verl_slurm.runs.requests import misplaced
 from verl_slurm.runs.run_record import has_ledger, lead_log, require_run
 from verl_slurm.wire.reward_plan import read_reward_plan, read_reward_request
 
@@ -198,7 +195,7 @@ def _state_words(facts: dict[str, Any]) -> str:
 
 
 def _facts(run: RunPaths, history: History) -> dict[str, Any]:
-    seen = glance(run.root, history)
+    seen, where = glance(run.root, history), misplaced(run)
     answer: JobState | None = None
     if seen.job is not None:
         try:
@@ -225,7 +222,7 @@ def _facts(run: RunPaths, history: History) -> dict[str, Any]:
         facts["ended"] = (
             "cancelled by its user" + " before it started" * isinstance(seen.word, Submitted)
             if seen.is_cancelled
-            else _over_words(run, facts["ended"], answer)
+            else _over_words(run, facts["ended"], answer, where)
         )
     held, failed, not_begun = history.held, history.start_failed, ""
     if held is not None or is_over(seen) or (answer is not None and answer.over):
@@ -237,7 +234,7 @@ def _facts(run: RunPaths, history: History) -> dict[str, Any]:
             f"{counted(failed.before + 1, 'attempt')} in a row, and the next comes by itself: {failed.detail}"
         )
     return facts | {
-        "misplaced": _misplaced(run),
+        "misplaced": where,
         "state": state_of(seen, here),
         "held": "" if held is None else held.reason,
         "start_failed": not_begun,
@@ -252,7 +249,7 @@ _OF_A_JOB = ("detail", "over", "waits", "starts", "ends")
 _NO_JOB = JobState(state="", over=False)
 
 
-def _over_words(run: RunPaths, ended: str | None, answer: JobState) -> str:
+def _over_words(run: RunPaths, ended: str | None, answer: JobState, elsewhere: str) -> str:
     """Describes the end of a job that the journal does not have."""
     # The journal's own word is that of the attempt before.
     # It was killed, or failed before its daemon ran.
@@ -262,18 +259,8 @@ def _over_words(run: RunPaths, ended: str | None, answer: JobState) -> str:
         see = (
             "its script wrote nothing: its node did not see RUN, or slurmd's log there says why (TaskProlog?)"
         )
-    return f"{before} the job is over ({answer.state}); {see}; {way_on(run)}"
-
-
-def _misplaced(run: RunPaths) -> str:
-    """Says what `submit` would refuse of where the run lies: a copy, a run that was moved, a link for checkpoints."""
-    try:
-        require_in_place(run.root, load_resolved(run.run_yaml), "submit")
-        if run.checkpoints.is_symlink():
-            raise no_directory(NotADirectoryError(errno.ENOTDIR, ""), run.checkpoints)
-    except (OSError, VerlSlurmError) as error:
-        return error.one_line() if isinstance(error, VerlSlurmError) else str(error)
-    return ""
+    goes_on = "" if elsewhere else f"; `verl-slurm submit {shell_word(run.root)}` goes on"
+    return f"{before} the job is over ({answer.state}); {see}{goes_on}"
 
 
 def _unknown_job(run: RunPaths, history: History, seen: Glance) -> str:

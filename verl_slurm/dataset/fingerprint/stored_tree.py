@@ -59,7 +59,7 @@ def store_tree(folder: Path, source: Path, tree: Fingerprint, what: str, *, link
             for name, is_same in zip(files, copied, strict=True):
                 if not is_same:
                     changed = f"{what} has changed while it was copied"
-                    remedy = "start again when nobody writes there" + ", or with it in code.exclude" * links
+                    remedy = "start again once it stays the same" + ", or name it in code.exclude" * links
                     raise Fenced(changed, where=source / name, remedy=remedy)
         # Bottom up: a directory is synced after everything in it.
         for path in sorted(folders, reverse=True):

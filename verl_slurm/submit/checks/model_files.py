@@ -278,7 +278,7 @@ def weight_files(directory: Path, remedy: str) -> list[str]:
                 "the model's weights are there twice",
                 where=directory,
                 found=f"{whole}, and {f'{index}, which names' if shards else 'shards beside it:'} {others[0]}",
-                expected="one of the two: from_pretrained would load the first, vLLM the others",
+                expected="one of the two: libraries differ in which they load",
                 remedy=f"see which are the model's, and move the others away, with their {index}",
             )
         return [whole]

@@ -66,7 +66,7 @@ def check_run_dir(run_dir: Path) -> None:
     # By default access(2) asks for the real user, and files are made by the effective one.
     if not os.access(place, os.W_OK | os.X_OK, effective_ids=True) or _is_read_only(place):
         closed = os.statvfs(place).f_flag & os.ST_RDONLY
-        if (run_dir / "run.yaml").exists():
+        if (run_dir / "run.yaml").exists() and (closed or run_dir.stat().st_uid == os.geteuid()):
             remedy = "the run goes on here once that is over; a job that it has waits for that by itself"
         else:
             remedy += ", or ask for write permission"
