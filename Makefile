@@ -137,8 +137,8 @@ lint: setup
 	@if command -v shellcheck >/dev/null; then shellcheck sbatch/*.sbatch .ci/run; \
 	else echo "shellcheck is not here (Debian's package of that name): its tests are NOT RUN."; fi
 
-# Two at a time: the tests on Slurm wait much of their time. Each worker of a lane has a cluster of its own.
-test: setup prometheus accounting browser ## linters, and the tests, the real-Slurm ones included (12 minutes on two cores)
+# Lanes beside each other: the tests on Slurm wait much of their time. Each worker of a lane has a cluster of its own.
+test: setup prometheus accounting browser ## linters, and the tests, the real-Slurm ones included (10 minutes on two cores)
 	@VERL_SLURM_VARIANTS=0 $(MAKE) --no-print-directory -k -j3 lint test-slurm test-rest
 
 # Those with jobs of Slurm and Ray first, which wait about half of their time; three at a time. The others keep both cores
@@ -162,14 +162,16 @@ PYTEST = -m pytest -p no:cacheprovider
 # The files with tests of a mark, in pytest's order: some leave a process group. Collecting the whole tree takes longer than
 # many a lane's first test.
 MARKED = $$(grep -rlE 'mark\.$(1)\b' tests --include='test_*.py' | sort | xargs)
-# A lane: its marks, what each of its lines begins with, how tests go to the two workers, and where the tests are.
-LANE = bash -o pipefail -c "$(BIN)/python $(PYTEST) -n 2 --dist $(3) -m '$(1)' $(4) | sed -u 's/^/$(2) | /'"
+# A lane: its marks, what each of its lines begins with, how tests go to the workers, where the tests are, and how many
+# workers (2).
+LANE = bash -o pipefail -c "$(BIN)/python $(PYTEST) -n $(or $(5),2) --dist $(3) -m '$(1)' $(4) | sed -u 's/^/$(2) | /'"
 
 test-slurm: setup
 	@$(call LANE,slurm and not long and not verl and not trl,slurm,worksteal,$(call MARKED,slurm))
 
+# Three, since a third of their time is waiting too: when Slurm's lane is done, two leave a core idle.
 test-rest: setup
-	@$(call LANE,not slurm and not long and not vllm and not verl and not trl,rest ,worksteal,--ignore=tests/slurm_cluster)
+	@$(call LANE,not slurm and not long and not vllm and not verl and not trl,rest ,worksteal,--ignore=tests/slurm_cluster,3)
 
 test-long-slurm: setup
 	@$(call LANE,slurm and long and not verl and not trl,slurm,worksteal,$(call MARKED,slurm))

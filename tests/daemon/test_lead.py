@@ -156,7 +156,10 @@ class OnStorageThatIsAway(LocalAllocation):
         raise OSError(5, "Input/output error")
 
 
-def test_a_journal_that_cannot_be_read_at_the_start_costs_one_start_and_not_the_run(paths: RunPaths) -> None:
+def test_a_journal_that_cannot_be_read_at_the_start_costs_one_start_and_not_the_run(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempt_start, "IN_PLACE_S", (0.01, 0.02))
     config = RunConfig()
     lead = Lead(paths, config, OnStorageThatIsAway(config, paths))
     assert asyncio.run(lead.run()) is ExitCode.REQUEUED

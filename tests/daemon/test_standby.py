@@ -14,7 +14,7 @@ from tests.ledger_stats import ledger_stats
 from tests.local_runs import finish, lead, prepared, undisturbed, until
 from verl_slurm.base.paths import RunPaths
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow]
+pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.long]
 
 _PATIENCE_S = 120.0
 
@@ -68,7 +68,6 @@ def test_a_killed_rank_is_replaced_by_one_that_stood_by_and_the_run_ends_bit_for
     wait_until_gone(str(paths.root))
 
 
-@pytest.mark.long
 @pytest.mark.variant
 def test_one_that_died_meanwhile_is_started_anew(tmp_path: Path) -> None:
     paths = prepared(tmp_path / "run", "daemon.standby_after_s=0")
@@ -82,7 +81,6 @@ def test_one_that_died_meanwhile_is_started_anew(tmp_path: Path) -> None:
     wait_until_gone(str(paths.root))
 
 
-@pytest.mark.long
 @pytest.mark.variant
 def test_an_agent_that_stands_by_and_dies_costs_those_that_train_nothing(tmp_path: Path) -> None:
     paths = prepared(tmp_path / "run", "daemon.standby_after_s=0")
@@ -98,7 +96,6 @@ def test_an_agent_that_stands_by_and_dies_costs_those_that_train_nothing(tmp_pat
     wait_until_gone(str(paths.root))
 
 
-@pytest.mark.long
 @pytest.mark.variant
 def test_a_cancel_leaves_nothing_that_stands_by(tmp_path: Path) -> None:
     paths = prepared(tmp_path / "run", "daemon.standby_after_s=0")
@@ -110,7 +107,6 @@ def test_a_cancel_leaves_nothing_that_stands_by(tmp_path: Path) -> None:
     wait_until_gone(str(paths.root))
 
 
-@pytest.mark.long
 def test_a_lead_that_is_killed_takes_what_stands_by_with_it(tmp_path: Path) -> None:
     paths = prepared(tmp_path / "run", "daemon.standby_after_s=0")
     process = lead(paths)

@@ -184,6 +184,7 @@ def test_where_no_request_ever_gets_through_the_exit_code_says_so_at_the_time_li
         assert not (job.box / "requeued").exists()
 
 
+@pytest.mark.long  # half a minute: what cannot be read back is read again
 @pytest.mark.scenario("P06")
 def test_with_no_file_to_be_opened_nothing_is_called_damaged_and_the_requeue_asked_for_again(
     job: Stage,

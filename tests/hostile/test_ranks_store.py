@@ -115,6 +115,7 @@ with open(f"{os.path.dirname(__file__)}/contract.{rank}", "w") as file:
 """
 
 
+@pytest.mark.long
 @pytest.mark.scenario("SEC01")
 def test_the_store_of_the_ranks_keeps_what_torch_promises_of_one(tmp_path: Path) -> None:
     paths = prepared(tmp_path, CONTRACT + SAVES)

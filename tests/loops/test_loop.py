@@ -76,6 +76,7 @@ def train(
     return codes
 
 
+@pytest.mark.long
 def test_a_loop_that_was_killed_ends_bit_for_bit_like_one_that_nobody_disturbed(tmp_path: Path) -> None:
     straight, struck = tmp_path / "straight", tmp_path / "struck"
     train(straight)

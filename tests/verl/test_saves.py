@@ -191,7 +191,10 @@ def test_a_run_that_is_resumed_behind_its_last_step_is_done(run: Run) -> None:
     assert [message.step for message in run.line.heard(Finished)] == [9]
 
 
-def test_a_run_whose_last_step_was_not_committed_is_not_done(run: Run) -> None:
+def test_a_run_whose_last_step_was_not_committed_is_not_done(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verl_slurm.loops.step_end.LAST_TRIES_S", (0.01, 0.02))
     run.session.resume = run.paths.checkpoints / "step_000007"
     run.saves.begin(7, 9)
     run.step(8, periodic=True)
