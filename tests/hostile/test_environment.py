@@ -312,7 +312,7 @@ SHOWN: dict[_Cell, str] = {
         "daemon/test_start.py::test_a_start_that_waits_for_silent_storage_leaves_soon_after_a_signal"
     ),
     ("data, model, image and code, as an attempt begins", "lies"): (
-        "daemon/test_lead_local.py::test_changed_data_is_refused_by_name"
+        "trainer/test_loop.py::test_changed_data_is_refused_with_its_exit_code"
     ),
     (_NAMED, "fails"): "daemon/test_resume.py::test_a_named_checkpoint_that_is_away_is_waited_for",
     (_NAMED, "hangs"): (

@@ -250,7 +250,9 @@ def test_silent_connections_of_another_user_take_no_place_of_the_ranks(
     asyncio.run(story())
 
 
-def test_ranks_that_have_to_wait_for_their_service_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_have_to_wait_for_their_service_are_said_once_and_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(relay, "MOST_CONNECTIONS", 1)
 
     async def story() -> None:
@@ -259,8 +261,10 @@ def test_ranks_that_have_to_wait_for_their_service_are_said_once(monkeypatch: py
             await asyncio.start_server(_echo, "127.0.0.1", 0) as server,
             relayed(server.sockets[0].getsockname()[1], told) as way,
         ):
-            await asyncio.gather(*(sent_and_answered(*way) for _ in range(4)))
+            answers = await asyncio.gather(*(sent_and_answered(*way) for _ in range(64)))
         assert ["are in use; further ones wait" in line for line in told] == [True]
+        # A place is free here before the other end has noticed that its connection is over.
+        assert answers == [b"Bearer secret"] * 64
 
     asyncio.run(story())
 

@@ -38,7 +38,7 @@ class Refusals:
 
 _HANDSHAKE_S = 5.0
 _READ_BYTES = 64 * 1024
-_BACKLOG, _MOST_BACKLOG = 128, 4096
+_BACKLOG, MOST_BACKLOG = 128, 4096
 # It outlasts the restart of a switch, after which everything that was sent meanwhile arrives. A stopped or
 # slow process does not count as silent at first: its kernel acknowledges for it until the unread bytes fill
 # its buffer. If it still reads nothing for this long, the link is given up, too.
@@ -141,7 +141,7 @@ async def serve_proven(
 
     # All agents of a large job connect within milliseconds. One that finds the queue full retries after a
     # second.
-    backlog = min(max(_BACKLOG, max_links), _MOST_BACKLOG)
+    backlog = min(max(_BACKLOG, max_links), MOST_BACKLOG)
     make_room(max_links + limits.most_strangers + backlog)
     # On the node itself its name may mean 127.0.1.1.
     everywhere = "::" if ":" in host else "0.0.0.0"  # noqa: S104 - every peer must know the token

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable
 from verl_slurm.base.errors import VerlSlurmError, WireError
 from verl_slurm.wire.connection_limits import make_room
 from verl_slurm.wire.tcp_table import Listener, peers_of
-from verl_slurm_daemon.link.channel import connect_proven, serve_proven
+from verl_slurm_daemon.link.channel import MOST_BACKLOG, connect_proven, serve_proven
 
 MOST_CONNECTIONS = 512
 """From one node to one place of a service, at once. Further ones wait."""
@@ -63,8 +63,9 @@ async def open_near_end(
             _reset(writer)
             tell(error.one_line())
 
-    make_room(2 * MOST_CONNECTIONS)
-    server = await asyncio.start_server(on_connection, "127.0.0.1", 0, backlog=MOST_CONNECTIONS)
+    make_room(2 * MOST_CONNECTIONS + MOST_BACKLOG)
+    # Where more come at once than this queue takes, the kernel answers some with a reset.
+    server = await asyncio.start_server(on_connection, "127.0.0.1", 0, backlog=MOST_BACKLOG)
     peers = _Peers(server.sockets[0].getsockname()[1])
     return server, "{}:{}".format(*server.sockets[0].getsockname())
 
@@ -105,7 +106,8 @@ async def open_far_end(
         except (OSError, VerlSlurmError, asyncio.CancelledError):
             _reset(writer)
 
-    return await serve_proven(host, key, attempt, nodes * MOST_CONNECTIONS, on_peer)
+    # A near end takes a new connection as soon as it has closed one, which this end may not have noticed yet.
+    return await serve_proven(host, key, attempt, nodes * 2 * MOST_CONNECTIONS, on_peer)
 
 
 async def _carry(one: Streams, other: Streams) -> None:
