@@ -12,6 +12,7 @@ from tests.fuzz import engine, specimens
 from tests.fuzz.table import TARGETS
 from verl_slurm.base.errors import UNREADABLE, CheckpointCorrupt
 from verl_slurm.base.paths import CHECKPOINT_NAME
+from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.cli.show.story import progress, tell
 from verl_slurm.journal.files import parse_event
 from verl_slurm.runtime_state import codec, segment
@@ -77,9 +78,10 @@ def test_a_damaged_event_is_told_as_it_is() -> None:
     assert progress({}) == "step 0"
 
 
-def test_digits_of_other_scripts_make_no_checkpoint_name() -> None:
+def test_digits_of_other_scripts_or_too_many_make_no_checkpoint_name() -> None:
     assert CHECKPOINT_NAME.fullmatch("step_000001")
-    assert not CHECKPOINT_NAME.fullmatch("step_٠٠٠٠٠١")
+    for name in ("step_٠٠٠٠٠١", f"step_{'9' * 5000}", f"step_000001_sp{'9' * 5000}"):
+        assert checkpoint_order(name) is None
 
 
 def test_a_head_of_empty_lists_is_no_memory_bomb() -> None:

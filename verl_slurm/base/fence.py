@@ -31,7 +31,7 @@ from verl_slurm.base.processes import birth_of
 # Nine digits: ledger segments have the attempt in their names, and in 32 bits of their heads.
 _Number = Annotated[int, msgspec.Meta(ge=0, le=999_999_999)]
 _CLAIM = re.compile(r"attempt_(\d{6,9})\.claim", re.ASCII)
-_TEMP = re.compile(r"\.?attempt_(\d{6,})\.")
+_TEMP = re.compile(r"\.?attempt_(\d{6,18})\.")
 
 
 class RunOwner(msgspec.Struct, frozen=True, kw_only=True):

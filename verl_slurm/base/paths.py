@@ -42,8 +42,8 @@ import re
 from pathlib import Path
 
 # step_000012: after 12 whole steps. step_000012_sp0007: 7 safe points into the step after those. A full match excludes
-# `step_000012.tmp` and `.step_000012.x.tmp`.
-CHECKPOINT_NAME = re.compile(r"step_(\d{6,})(?:_sp(\d{4,}))?", re.ASCII)
+# `step_000012.tmp` and `.step_000012.x.tmp`. At most 18 digits: Python refuses to make a number of 5,000.
+CHECKPOINT_NAME = re.compile(r"step_(\d{6,18})(?:_sp(\d{4,18}))?", re.ASCII)
 
 
 def is_circle(path: "str | os.PathLike[str]") -> bool:

@@ -82,7 +82,7 @@ Arrays = dict[str, "np.ndarray"]
 Phase = Literal["generate", "score", "advantage", "update", "evaluate", "step_end"]
 
 # Name of the file of one rank, inside a checkpoint directory. Full match only.
-RUNTIME_STATE_FILE = re.compile(r"runtime_state\.rank_(\d{4,})\.msgpack\.zst", re.ASCII)
+RUNTIME_STATE_FILE = re.compile(r"runtime_state\.rank_(\d{4,9})\.msgpack\.zst", re.ASCII)
 
 NAME = re.compile(r"[A-Za-z0-9_.\-]{0,79}[A-Za-z0-9_\-]")
 """Names of arrays; full match."""

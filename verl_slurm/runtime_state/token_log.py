@@ -43,7 +43,7 @@ _COMPACT_BYTES = 64 << 20
 _KEPT_S = 60.0
 """How long an ended call's tokens outlive a compaction: the worker may not have made the response durable yet."""
 
-_REQUEST = re.compile(r"vs-(\d+)-(\d+)-(\d+)-(\d+)-([0-9a-f]+)", re.ASCII)
+_REQUEST = re.compile(r"vs-(\d{1,18})-(\d{1,18})-(\d{1,18})-(\d{1,18})-([0-9a-f]+)", re.ASCII)
 
 
 class Call(NamedTuple):

@@ -130,7 +130,7 @@ Algorithm = Literal["ppo", "grpo"]
 
 # A staging directory, as RunPaths.staging names it.
 # The leading dot: no reader takes a half-written directory for a checkpoint, whose name begins with `step_`.
-STAGING_NAME = re.compile(r"\.(step_\d{6,}(?:_sp\d{4,})?)\.([0-9a-f]{8,})\.tmp", re.ASCII)
+STAGING_NAME = re.compile(r"\.(step_\d{6,18}(?:_sp\d{4,18})?)\.([0-9a-f]{8,})\.tmp", re.ASCII)
 
 # 100 000 files of 200 bytes of JSON each are 20 MB; the leaves of 1 TB of tensors are 17 MB.
 MAX_FILES = 100_000

@@ -38,7 +38,7 @@ FILE_ALIGNMENT = 4096
 MAX_INDEX_BYTES = bounded.INDEX.num_bytes
 SHORTEST_RUN = 16
 # ASCII: without it `\d` matches the digits of all scripts.
-_FILE = re.compile(r"rank_\d{4,}\.bin", re.ASCII)
+_FILE = re.compile(r"rank_\d{4,9}\.bin", re.ASCII)
 
 # Written out, not asked of torch: the daemon and the command line read indexes without it.
 DTYPE_BYTES = {

@@ -33,7 +33,7 @@ from verl_slurm.runtime_state.samples import run_of_samples
 from verl_slurm.runtime_state.segment import HEAD_BYTES, Frame, Gap
 from verl_slurm.runtime_state.segment_files import segments, walk
 
-_RANK_LOG = re.compile(r"attempt_(\d{6,})\.restart_", re.ASCII)
+_RANK_LOG = re.compile(r"attempt_(\d{6,9})\.restart_", re.ASCII)
 _BEARS = re.compile(r"attempt_(\d{6,9})(?!\d)", re.ASCII)
 _NO_ATTEMPT = 999_999_999
 # Of the journal: some hundred events, and an attempt writes a few dozen.

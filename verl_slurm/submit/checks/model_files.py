@@ -53,7 +53,7 @@ BUILTIN_MODELS: dict[str, dict[str, Any]] = {
 _WHOLE, _INDEX, _PICKLED = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 # Files of vocabularies. Without one transformers makes an empty tokenizer, which takes every text and has no token.
 _VOCABULARY = re.compile(r"tokenizer\.json|vocab.*|tekken.*|.+\.tiktoken|.+\.model(\.v\d+)?")
-_LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
+_LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d{1,9})\.")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 

@@ -82,7 +82,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 _WRAPPED = "_fsdp_wrapped_module"
 """The name that FSDP1 gives to a module that it has wrapped."""
 _OUTPUT = "lm_head.weight"
-_INDEX = re.compile(r"state\.(\d+)\.")
+_INDEX = re.compile(r"state\.(\d{1,9})\.")
 _SAMPLES = "samples_yielded"
 _SEEDS = ("_base_seed", "_shared_seed")
 """Of the workers of a data loader; drawn by each rank for itself."""
