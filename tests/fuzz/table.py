@@ -23,6 +23,7 @@ from verl_slurm.base.errors import (
     ConfigError,
     DataError,
     NotFound,
+    PermissionRefused,
     SchemaMismatch,
     SlurmMissing,
     WireError,
@@ -310,7 +311,7 @@ TARGETS = (
         "rewards.json",
         _in_run("rewards.json", read_reward_plan),
         of.reward_plans,
-        raises=(CheckpointCorrupt,),
+        raises=(CheckpointCorrupt, PermissionRefused),  # the latter: more than 1 MiB
         form="json",
     ),
     Target("steps.jsonl", _in_run("steps.jsonl", _steps), of.step_rows, cost=2),

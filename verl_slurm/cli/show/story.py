@@ -1,6 +1,7 @@
 """Tells the events of a run as sentences: an event in, a line or nothing out. `Story` remembers what it has told."""
 
 import re
+from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
@@ -87,19 +88,18 @@ def tell(event: ev.Event) -> str:
 def progress(status: dict[str, Any]) -> str:
     """Formats the snapshot of `status.json` as one line."""
     # A guest's loop may not know its number of steps, or not have reported it yet.
-    of = f"/{status['steps']}" if status.get("steps") else ""
-    words = [f"step {status.get('step', 0)}{of}"]
+    words = [f"step {status.get('step', 0)}" + (f"/{status['steps']}" if status.get("steps") else "")]
     phase = status.get("phase")
     if phase and phase != "step_end":
         count = f" {status.get('index', 0)}" if phase in _COUNTED else ""
         words.append(f"{_PHASES.get(phase, phase)}{count}")
-    metrics = status.get("metrics")
-    values = metrics if isinstance(metrics, dict) else {}
+    values = status["metrics"] if isinstance(status.get("metrics"), dict) else {}
     for name, form in _SHOWN:
         value = values.get(name)
         # A step whose responses were all replayed has sampled none, and no speed.
         if isinstance(value, int | float) and not (name == "tokens_per_second" and value <= 0):
-            words.append(form.format(value))
+            with suppress(OverflowError):  # a whole number that is no float, in a file of a stranger's
+                words.append(form.format(value))
     return "  ".join(words)
 
 
