@@ -55,44 +55,26 @@ def add(path: Path, row: Row) -> None:
 
 def table(found: Sequence[Row]) -> str:
     """Markdown, a line for each row and one for the sums."""
-    head = (
-        "case",
-        "seed",
-        "interruptions",
-        "by kind",
-        "beside them",
-        "steps",
-        "starts",
-        "rollouts",
-        "tokens",
-        "minutes",
+    head = ("case", "seed", "interruptions; beside them", "steps", "starts", "rollouts", "tokens", "minutes")
+    sums = (
+        f"{len(found)} cases",
+        "",
+        _kinds(_sum([row.interruptions for row in found]), _sum([row.aside for row in found])),
+        "",
+        str(sum(row.starts for row in found)),
+        f"{sum(row.rollouts for row in found):,}",
+        f"{sum(row.tokens for row in found):,}",
+        f"{sum(row.minutes for row in found):.0f}",
     )
-    lines = [head, tuple("---" for _ in head), *map(_cells, found)]
-    whole = sum(sum(row.interruptions.values()) for row in found)
-    kinds = [_sum([row.interruptions for row in found]), _sum([row.aside for row in found])]
-    lines.append(
-        (
-            f"{len(found)} cases",
-            "",
-            str(whole),
-            *map(_kinds, kinds),
-            "",
-            str(sum(row.starts for row in found)),
-            f"{sum(row.rollouts for row in found):,}",
-            f"{sum(row.tokens for row in found):,}",
-            f"{sum(row.minutes for row in found):.0f}",
-        )
-    )
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    first, *others = [f"| {' | '.join(cells)} |\n" for cells in (head, *map(_cells, found), sums)]
+    return "".join([first, f"|{'---|' * len(head)}\n", *others])
 
 
 def _cells(row: Row) -> tuple[str, ...]:
     return (
         f"`{row.case}`",
         str(row.seed),
-        str(sum(row.interruptions.values())),
-        _kinds(row.interruptions),
-        _kinds(row.aside),
+        _kinds(row.interruptions, row.aside),
         str(row.steps),
         str(row.starts),
         f"{row.rollouts:,}",
@@ -106,8 +88,14 @@ def _sum(counts: Sequence[dict[str, int]]) -> dict[str, int]:
     return {kind: sum(one.get(kind, 0) for one in counts) for kind in kinds}
 
 
-def _kinds(counts: dict[str, int]) -> str:
-    return ", ".join(f"{number} {kind}" for kind, number in sorted(counts.items()))
+def _kinds(interruptions: dict[str, int], aside: dict[str, int]) -> str:
+    """As in `3: kill_rank, 2 requeue; save`: how many interruptions, which, and what came beside them."""
+    lists = [
+        ", ".join(f"{number} {kind}" if number > 1 else kind for kind, number in sorted(counts.items()))
+        for counts in (interruptions, aside)
+        if counts
+    ]
+    return f"{sum(interruptions.values())}: {'; '.join(lists)}"
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -38,6 +39,8 @@ from verl_slurm.verl.reshard.checkpoint import prepare_ranks
 from verl_slurm.verl.reshard.dividing import this_python
 
 _LAST, _FURTHER, _EPOCH = 6, 7, 8
+_ASKED = "not started"
+_ENOENT = "[Errno 2] No such file or directory: "  # as FileNotFoundError says already
 _SOMEWHERE = re.compile(r"/\S*?/(?=global_step)")
 _ERROR = re.compile(r"(?m)^(?:\[rank\d\]: )?((?:\w+\.)*\w*(?:Error|Exception): .*)$")
 
@@ -113,8 +116,8 @@ def said_of(ended: Ended) -> str:
         # The rank that failed says why; the others, that their peer has gone.
         said = [e for e in _ERROR.findall(ended.output) if "Connection" not in e and "ChildFailed" not in e]
         why = said[0] if said else ended.output.strip().splitlines()[-1]
-        why = _SOMEWHERE.sub(".../", why)[:110]
-        return f"exit {ended.exit_code}, at every start: `{why}`"
+        why = _SOMEWHERE.sub(".../", why).replace(_ENOENT, "").split(". ")[0][:110]
+        return f"exit {ended.exit_code}: `{why}`"
     if not ended.steps:
         return "exit 0, without a single step"
     if ended.steps[0] == 1:
@@ -174,7 +177,7 @@ class _Served:
             moved = real or (choice.set_aside and not newest.exists())
             story = f"`{newest.name}` {'is quarantined' if moved else 'STAYS'}, {story}"
         if not real:
-            return story, "the same resume as above"
+            return story, _ASKED
         self._started_for_real = True
         exit_code = self._start()
         aside = list(paths.quarantine.glob(f"{newest.name}.*/"))
@@ -182,7 +185,7 @@ class _Served:
         inner = f"global_step_{self._further}"
         ours = paths.checkpoints / f"step_{self._further:06d}" / inner
         found = differences(ours, self._straight / inner) if ours.exists() else ["nothing"]
-        same = "bit for bit the run that nothing happened to" if not found else f"DIFFERENT: {found[:3]}"
+        same = "bit for bit the undisturbed run" if not found else f"DIFFERENT: {found[:3]}"
         return story, f"started for real: exit {exit_code}, step {self._further}, {same}"
 
     def _start(self) -> int:
@@ -199,28 +202,35 @@ class _Served:
 
 
 def page(rows: Sequence[Row]) -> str:
-    """The document."""
+    """The document. Cases with the same outcome, with verl alone and under verl-slurm, share a line."""
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("verl", "torch", "transformers"))
-    lines = [f"| {row.what} | {row.before} | {row.after} | {row.ends} |" for row in rows]
+    alike: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for row in rows:
+        alike[row.before, row.after, row.ends].append(row.what)
+    lines: list[str] = []
+    above = ""
+    for (before, after, ends), damage in alike.items():
+        end = "the same" if (after, ends) == (above, _ASKED) else f"{after}; {ends}"
+        lines.append(f"| {'; '.join(damage)} | {before} | {end} |")
+        above = after
     return "\n".join([_HEAD.format(versions=versions), *lines, _TAIL])
 
 
 _HEAD = """# Damaged checkpoints: verl alone, and under verl-slurm
 
-For users of verl who ask what a damaged checkpoint does to their run, with verl alone and under verl-slurm.
+For users of verl who ask what damaged checkpoints do to their run.
 
 `python -m benchmarks.verl_corruption` made this page, with {versions}.
-verl's real SFT trainer ran on two CPU ranks and saved checkpoints of steps 2, 4 and 6. The newest was damaged in
-the way that the line names, and the run was started again.
+verl's SFT trainer saved steps 2, 4 and 6 on two CPU ranks. The newest checkpoint was damaged, and the run started
+again: to its end where the last column says "for real", else up to the choice of a checkpoint.
 
-| damage | verl alone | verl-slurm: the next start | and then |
-|---|---|---|---|"""
+| damage | verl alone | under verl-slurm |
+|---|---|---|"""
 _TAIL = """
-verl never takes an older checkpoint by itself, and finds damage only where unpickling fails. Under verl-slurm each
-checkpoint has a manifest with the size and SHA-256 of every file. A start verifies the newest checkpoint first. One
-that does not verify moves to `checkpoints/quarantine`, with the reason beside it, and the run resumes from the
-newest one that does. verl's tracker is never asked which step is the newest; in a checkpoint it is one more file
-that must verify.
+verl takes no older checkpoint, so an exit with 1 comes at every start. It finds only damage that unpickling meets.
+Under verl-slurm a manifest has the size and SHA-256 of every file. A checkpoint that does not verify moves to
+`checkpoints/quarantine`, with the reason, and the run resumes from the newest that does. verl's tracker must verify,
+too, and decides nothing.
 """
 
 

@@ -1,6 +1,6 @@
 """Where the time of a save and of a load goes: the same calls with one part after the other taken away.
 
-python benchmarks/where_time_goes.py --directory DIR [--gib 1.0] [--rounds 5] [--json FILE]
+python -m benchmarks.where_time_goes --directory DIR [--gib 1.0] [--rounds 5] [--json FILE]
 
 One process with a thread a core, where a job has a rank a core; no collectives, no commit. The rounds are
 interleaved; each figure is the median, by the clock and in CPU seconds of all threads.

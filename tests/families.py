@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from verl_slurm.config.families import FAMILIES, REFUSED
+from verl_slurm.config.families import FAMILIES, REFUSED, Family
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 
@@ -183,91 +183,80 @@ def build_family(name: str, directory: Path, tokenizer: Path, *, std: float = 0.
 
 _HEAD = """# Models that this trainer trains
 
-For users who choose a base model: which families train, with which algorithm, attention and parallelism.
+For users who choose a base model: which families train, with which parallelism and attention.
 
 `model.path` is a directory with `config.json`, safetensors and a tokenizer. `model_type` in config.json names the
-family. `verl-slurm submit` and `--dry-run` read it on the login node. They refuse what cannot work before it is queued.
-`python -m tests.families` writes this page from `verl_slurm/config/families.py`.
+family. `verl-slurm submit` reads it on the login node, and refuses what cannot work before it is queued. PPO and GRPO
+train every family of the table.
 
-The tests build each family small with random weights, and train it with PPO and with GRPO on two ranks of FSDP2. They
-check three things: the log probabilities of sampling are those of scoring, a row scores the same alone and in a padded
-batch, and an interrupted run ends with the same bits. `make test` and `make test-all` do so for the common families,
-`make families` for all of them: 490 tests, which all passed in 10 minutes on two cores. They ran on
-CPUs, in float32, with transformers 5.10.4.
+`make families` builds each family small with random weights, and trains it on two ranks of FSDP2. The log probabilities
+of sampling are those of scoring, a row scores the same alone and in a padded batch, and an interrupted run ends with
+the same bits. All 562 tests passed in 11 minutes on two cores, on CPUs, in float32, with transformers 5.10.4.
+`flash_attention_2` has not been run.
 
-* **PPO** works with every family. The critic is the family's own transformer with a linear layer of width 1 in place of
-  the output head: `score.weight` and `score.bias` in checkpoints and exports.
-* **attention** lists what `model.attn_implementation` may be. The default `auto` takes the first. `flash_attention_2`
-  needs GPUs, the package `flash_attn`, bfloat16 and `deterministic: false`. It has not been run here. Attention kernels
-  that a model directory names in its config.json are ignored.
-* **tp**: `distributed.tp_size` may be above 1. Layers are cut by the `base_model_tp_plan` of transformers. Where it
-  cannot be followed, the column has the word of the plan, or the module that it leaves out. A model whose config.json
-  sets `use_qk_norm` or `qk_layernorm` is refused.
-* **pp**: `distributed.pp_size` may be above 1, unless embedding and head share their weight (`tie_word_embeddings`).
-* **length** names the key of config.json that limits prompt and response together. Other families compute positions, so
+* **tp**, **pp**: whether `distributed.tp_size` and `pp_size` may be above 1. `tp_size` may not if config.json sets
+  `use_qk_norm` or `qk_layernorm`, `pp_size` not if embedding and head share their weight (`tie_word_embeddings`).
+* **Attention**: `model.attn_implementation` may be `sdpa`, `eager` or `flash_attention_2`, but for the remarks. The
+  default `auto` takes `sdpa`, or `eager` for a family without it. `flash_attention_2` needs GPUs, the package
+  `flash_attn`, bfloat16 and `deterministic: false`. Attention kernels that config.json names are ignored.
+* **Length**: the key of config.json that limits prompt and response together. Other families compute positions, so
   longer sequences run; `submit` says when they are longer than the model was made for.
+* **MoE**: the router trains without its auxiliary loss. **Hybrid**: some layers keep a state, not keys and values.
 """
 
 _TAIL = """
-A `model_type` that is in neither table is accepted if its class is a causal language model of transformers. `submit`
-then says that it has not been tried. Encoders, and encoders with a decoder (T5, BART, BERT), are refused.
+Refused ("{why}"):
+{refused}.
+
+A `model_type` that this page does not name is accepted if its class is a causal language model of transformers.
+`submit` then says that it has not been tried. Encoders, and encoders with a decoder (T5, BART, BERT), are refused.
 
 ## Weights
 
-* Weights must be safetensors: `model.safetensors`, or the shards that `model.safetensors.index.json` names. Pickled
-  weights (`pytorch_model.bin`) are refused with the command that converts them, and so is a directory with both of the
-  former: libraries differ in which they load.
+* Weights must be safetensors: `model.safetensors`, or the shards that `model.safetensors.index.json` names; a directory
+  with both is refused. Pickled weights (`pytorch_model.bin`) are refused with the command that converts them.
 * Quantized weights (`quantization_config`) and adapters (`adapter_config.json`, `adapter_model.*`) are refused, also
   beside a model's files: dequantize or merge them.
 
 ## End tokens
 
-With both engines a response ends at the first of these: each `eos_token_id` of `generation_config.json` (of
-`config.json` where that file is missing), as in Hugging Face's `generate`, and the tokenizer's `eos_token`. Many chat
-models end a turn with a token that only the first names. Nothing else of `generation_config.json` counts: temperature,
-`top_p`, `top_k` and penalties would sample from another distribution than the one that is trained. `submit`
-refuses a tokenizer without an `eos_token`, one that is not in its vocabulary, and an end token beyond `vocab_size`.
+A response ends at each `eos_token_id` of `generation_config.json` (of `config.json` where that file is missing), and at
+the tokenizer's `eos_token`. Nothing else of `generation_config.json` counts, such as temperature, `top_p` and `top_k`.
+`submit` refuses a tokenizer without an `eos_token`, one that is not in its vocabulary, and an end token beyond
+`vocab_size`.
 
-## The critic of an export
+## The critic
 
-`verl-slurm export --role critic --to hf` writes `XForTokenClassification` in config.json where transformers has such a
-class with the same tensors. For the other families it names the transformer alone: `AutoModel.from_pretrained` loads
-that, and `score.weight` [1, H] and `score.bias` [1] are the linear layer to put on its last hidden state.
+The critic of PPO is the family's own transformer with a linear layer of width 1 in place of the output head:
+`score.weight` [1, H] and `score.bias` [1] in checkpoints and exports. `verl-slurm export --role critic --to hf` writes
+`XForTokenClassification` in config.json where transformers has such a class with the same tensors. For the other
+families it names the transformer alone, which `AutoModel.from_pretrained` loads: put the linear layer on its last
+hidden state.
 """
+
+
+def _remarks(family: Family) -> str:
+    missing = ["sdpa"] * (not family.sdpa) + ["flash_attention_2"] * (not family.flash)
+    attention = f"no {' or '.join(missing)}" if missing else ""
+    length = f"length: `{family.positions[0]}`" if family.positions else ""
+    return "; ".join(filter(None, (attention, length, family.remark)))
 
 
 def page() -> str:
     """docs/models.md, whole."""
-    lines = [
-        _HEAD,
-        "| family | `model_type` | PPO | GRPO | attention | tp | pp | length | remarks |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    lines = [_HEAD, "| family | `model_type` | tp | pp | remarks |", "| --- | --- | --- | --- | --- |"]
     for kind, family in sorted(FAMILIES.items(), key=lambda item: item[1].name.lower()):
-        attention = ["sdpa"] * family.sdpa + ["eager"] + ["flash_attention_2"] * family.flash
-        tensor = f"no: {family.tp}" if family.tp else "yes"
-        stages, length = "yes" if family.pp else "no", f"`{family.positions[0]}`" if family.positions else ""
         cells = [
             family.name,
             f"`{kind}`",
-            "yes",
-            "yes",
-            ", ".join(attention),
-            tensor,
-            stages,
-            length,
-            family.remark,
+            "no" if family.tp else "yes",
+            "yes" if family.pp else "no",
+            _remarks(family),
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    lines += [
-        "",
-        "Refused:",
-        "",
-        "| family | `model_type` | PPO | GRPO | why |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    lines += [f"| {name} | `{kind}` | no | no | {why} |" for kind, (name, why) in sorted(REFUSED.items())]
-    return "\n".join(lines) + "\n" + _TAIL
+    refused = ", ".join(f"{name} (`{kind}`)" for kind, (name, _) in sorted(REFUSED.items()))
+    (why,) = {why for _, why in REFUSED.values()}
+    return "\n".join(lines) + "\n" + _TAIL.format(refused=refused, why=why)
 
 
 if __name__ == "__main__":

@@ -67,9 +67,9 @@ def commands() -> str:
     parts = [
         """# Every command
 
-For anyone who looks for a command or an option: all of them, as `verl-slurm COMMAND --help` tells them.
+For anyone who looks for a command or an option: all of them. `verl-slurm COMMAND --help` says more, with examples.
 
-Each takes `-h` and `--help`. What the exit codes mean is in [exit-codes.md](exit-codes.md).
+What the exit codes mean is in [exit-codes.md](exit-codes.md).
 `python -m tests.reference_pages` makes this page from `verl_slurm/cli`.
 
 """
@@ -91,7 +91,6 @@ def _command(command: click.Command, name: str, above: click.Context, level: str
     yield f"{level} {context.command_path.removeprefix('verl-slurm ')}\n"
     usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
     yield f"```\n{usage}\n```\n"
-    yield from _paragraphs(_here(inspect.cleandoc(command.help or "")))
     options = [each for each in command.params if isinstance(each, click.Option) and not each.hidden]
     if options:
         rows = [[_spelled(each), _option_text(each)] for each in options]
@@ -104,15 +103,6 @@ def _command(command: click.Command, name: str, above: click.Context, level: str
             inner = command.get_command(context, below)
             assert inner is not None
             yield from _command(inner, below, context, level + "#")
-
-
-def _paragraphs(text: str) -> Iterator[str]:
-    for paragraph in text.split("\n\n"):
-        # click's mark for lines that stay as they are.
-        if paragraph.startswith("\b\n"):
-            yield f"```\n{inspect.cleandoc(paragraph[2:])}\n```\n"
-        elif paragraph:
-            yield f"{_prose(' '.join(paragraph.split()))}\n"
 
 
 def _spelled(option: click.Option) -> str:

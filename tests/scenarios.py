@@ -11,6 +11,7 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import wrap
 from typing import NamedTuple
 
 TESTS = Path(__file__).parent
@@ -18,14 +19,13 @@ PAGE = TESTS.parent / "docs" / "scenarios.md"
 
 _HEAD = """# What a run survives, and the test that shows it
 
-For readers who ask whether a run survives a certain fault: each fault, what must hold, and the tests that show it.
+For readers who ask whether a run survives a certain fault: what happens → what must hold, and the tests that show it.
 
-Every row was shown on real processes, files and sockets, or on a real Slurm. `python -m tests.scenarios` writes this
-page from tests/scenarios.toml and the tests' own marks. `pytest FILE -k NAME` runs the tests of a row. Where a test
-draws random numbers, its seed is fixed and printed when it fails.
+The tests use real processes, files and sockets, or a real Slurm. `pytest FILE -k NAME` runs one. Seeds are fixed, and
+printed when a test fails.
 
-Lanes: **all** runs on any Linux, **Slurm** on the embedded cluster. Both run in `make test`, the long ones in
-`make test-all`. **soak** runs in `make soak` alone (minutes to hours); the same in small is among the others.
+Tests after "Slurm:" need the embedded cluster. Those after "soak:" take minutes to hours in `make soak`; others show
+the same at small scale. `python -m tests.scenarios` writes this page.
 """
 
 
@@ -90,16 +90,15 @@ def page() -> str:
     """docs/scenarios.md, whole."""
     tests, lines = shown(), [_HEAD]
     for part, rows in read_rows().items():
-        lines += [
-            f"## {part}\n",
-            "| id | what happens → what must hold | lane | shown by |",
-            "| --- | --- | --- | --- |",
-        ]
+        lines.append(f"## {part}\n")
         for row, what in rows.items():
-            mine = tests.get(row, [])
-            lanes = ", ".join(sorted({test.lane for test in mine}))
-            by = "<br>".join(f"`{test.file}` -k `{test.name.removeprefix('test_')}`" for test in mine)
-            lines.append(f"| {row} | {what} | {lanes} | {by} |")
+            named: dict[tuple[str, str], list[str]] = defaultdict(list)
+            for test in tests.get(row, []):
+                lane = "" if test.lane == "all" else f"{test.lane}: "
+                named[lane, test.file].append(test.name.removeprefix("test_"))
+            by = [f"{lane}`{file}: {', '.join(names)}`" for (lane, file), names in sorted(named.items())]
+            for piece in "<br>\n  ".join([f"* {row}: {what}", *by]).splitlines():
+                lines += wrap(piece, 120, subsequent_indent="  ", break_on_hyphens=False)
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 

@@ -1,4 +1,4 @@
-"""The figures as Markdown, for a terminal and for docs/gpu.md. Nothing of it is written by hand."""
+"""The figures as Markdown, for a terminal and for pages. docs/gpu.md tells what the columns mean."""
 
 from benchmarks.gpu.records import Result
 

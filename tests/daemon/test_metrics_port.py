@@ -254,7 +254,7 @@ def test_an_agent_shows_its_ranks_one_by_one(paths: RunPaths, clock: Clock) -> N
 
 
 def test_what_is_exported_is_what_is_documented(paths: RunPaths, clock: Clock, tmp_path: Path) -> None:
-    documented = set(re.findall(r"`(verl_\w+)", (ROOT / "docs/observability.md").read_text()))
+    documented = set(re.findall(r"`(verl_\w+)", (ROOT / "docs/reference-metrics.md").read_text()))
     lead, journal, status = lead_of(paths, clock, token_file=token_in(tmp_path))
     journal.write(make_event("started", requeues=0))
     journal.write(make_event("saved", name="a", seconds=1.0, num_bytes=1, on_shared=True))

@@ -517,7 +517,7 @@ def test_a_program_that_ends_with_0_and_never_spoke_ends_the_run_and_is_told_the
         "verl_slurm.run",
         "VerlSlurmCallback",
         "VerlSlurmCheckpoint",
-        "docs/start-loop.md",
+        "docs/start.md",
         "RUN/code",
     ):
         assert word in end.reason

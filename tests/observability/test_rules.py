@@ -58,7 +58,7 @@ def test_prometheus_and_alertmanager_take_their_configurations() -> None:
 
 
 def test_every_series_of_the_rules_and_the_dashboard_is_one_that_is_exported_and_documented() -> None:
-    documented = set(re.findall(r"`(verl_\w+)", (RULES.parents[1] / "docs/observability.md").read_text()))
+    documented = set(re.findall(r"`(verl_\w+)", (RULES.parents[1] / "docs/reference-metrics.md").read_text()))
     dashboard = json.loads((RULES / "dashboard.json").read_text())
     used = (RULES / "alerts.yml").read_text() + json.dumps(dashboard)
     names = set(re.findall(r"\b(verl_\w+)", used))

@@ -2,7 +2,7 @@
 
 `host` is this machine's own Slurm. Any other suite is a release of Debian, or a version that is built from source, in a
 root of its own (`roots.py`). What was seen goes to `benchmarks/results/slurm-VERSION.json` (`results.py`), and from
-there to the table of docs/slurm-versions.md.
+there to the table of docs/compatibility.md.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What differs between versions of Slurm, as tests: `make test-slurm-versions` runs them, the page lists them."""
+"""What differs between versions of Slurm, as tests: `make test-slurm-versions` runs them, and a page counts them."""
 
 from pathlib import Path
 
@@ -58,7 +58,7 @@ CASES: dict[str, tuple[str, ...]] = {
         _STAYS + "test_a_cancelled_run_that_was_preempted_once_stays_cancelled",
         _STAYS + "test_a_preempted_job_that_may_not_be_requeued_is_followed_by_another",
     ),
-    "Arrays, templates, expedite": (
+    "Arrays, expedite": (
         _CLUSTER + "test_arrays.py::test_a_task_of_an_array_is_requeued_and_no_other",
         _CLUSTER + "test_expedite.py::test_an_expedited_job_that_loses_a_node_starts_again_before_all_others",
     ),

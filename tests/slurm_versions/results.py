@@ -12,7 +12,7 @@ import msgspec
 from tests.slurm_versions.cases import CASES, ROOT, sentence
 
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "slurm-versions.md"
+PAGE = ROOT / "docs" / "compatibility.md"
 _BEGIN, _END = "<!-- python -m tests.slurm_versions.results writes from here -->", "<!-- to here -->"
 
 NOT_APPLICABLE = "not applicable: "
@@ -32,13 +32,14 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Of a failure or a skip."""
 
     @property
-    def shown(self) -> str:
-        """The cell of the table."""
-        if self.outcome == "skipped":
-            word = "not applicable" if self.reason.startswith(NOT_APPLICABLE) else "not run"
-        else:
-            word = self.outcome if self.outcome == "passed" else f"**{self.outcome}**"
-        return f"{word} {self.date} `{self.commit}`"
+    def word(self) -> str:
+        """What the page calls it."""
+        if self.outcome != "skipped":
+            return self.outcome
+        return "not applicable" if self.reason.startswith(NOT_APPLICABLE) else "not run"
+
+
+_NOT_RUN = Outcome(outcome="skipped", date="", commit="", seconds=0.0)
 
 
 class Version(msgspec.Struct, kw_only=True):
@@ -89,24 +90,25 @@ def write_version(version: Version) -> Path:
 
 
 def table(versions: list[Version]) -> str:
-    """The matrix, and what stands below it."""
-    lines = [
-        f"| case | {' | '.join(one.version for one in versions)} |",
-        f"| --- |{' --- |' * len(versions)}",
-    ]
-    for part, cases in CASES.items():
-        lines.append(f"| **{part}** |{' |' * len(versions)}")
-        for case in cases:
-            cells = [one.cases[case].shown if case in one.cases else "not run" for one in versions]
-            lines.append(f"| {sentence(case)} | {' | '.join(cells)} |")
-    lines += ["", *(f"* {one.version}: {one.origin}." for one in versions)]
+    """A row for each part; below it the cases that did not pass, or did not run beside others that did."""
+    rows = [("cases", [one.version for one in versions]), ("---", ["---"] * len(versions))]
+    notes: dict[str, list[str]] = {}
     for one in versions:
-        for case, outcome in one.cases.items():
-            if outcome.reason:
-                lines.append(
-                    f"* {one.version}, {sentence(case)}: {outcome.reason.removeprefix(NOT_APPLICABLE)}"
-                )
-    return "\n".join(lines)
+        notes.setdefault(one.origin, []).append(one.version)
+    for part, cases in CASES.items():
+        rows.append((part, []))
+        for one in versions:
+            found = {case: one.cases.get(case, _NOT_RUN) for case in cases}
+            others = {case: outcome for case, outcome in found.items() if outcome.word != "passed"}
+            dates = sorted({outcome.date for outcome in found.values()} - {""})
+            passed = f"{len(cases) - len(others)} of {len(cases)}"
+            when = " to ".join(dict.fromkeys(dates[:1] + dates[-1:]))
+            rows[-1][1].append(f"{passed}, {when}" if dates else "not run")
+            for case, outcome in others.items() if dates else ():
+                note = f"{outcome.word}: {sentence(case)}; {outcome.reason.removeprefix(NOT_APPLICABLE)}"
+                notes.setdefault(note.removesuffix("; "), []).append(one.version)
+    lines = [f"| {name} | {' | '.join(cells)} |" for name, cells in rows]
+    return "\n".join([*lines, "", *(f"* {', '.join(where)}: {note}." for note, where in notes.items())])
 
 
 def page(text: str) -> str:

@@ -221,7 +221,7 @@ class Diverged(VerlSlurmError):
 
 RECORD_LOST = "is gone from a RUN that"
 """Words of the refusal of a save, and of all later ones of its attempt: `base.fence.require_attempt`."""
-WAYS_IN = "verl_slurm.run, VerlSlurmCallback or VerlSlurmCheckpoint (docs/start-loop.md)"
+WAYS_IN = "verl_slurm.run, VerlSlurmCallback or VerlSlurmCheckpoint (docs/start.md)"
 """What a guest's program calls to be saved, one of them, and the page with the lines that it takes."""
 NOT_SET_UP = "the node could not be set up for its ranks"
 """Begins the error of a node on which a program, a command or a secret of the ranks does not answer."""

@@ -36,8 +36,8 @@ class Family(NamedTuple):
 
 
 _NO_PLAN = "no plan"
-_MOE = "the router trains without its auxiliary loss"
-_HYBRID = "some layers keep a state instead of keys and values"
+_MOE = "MoE"
+_HYBRID = "hybrid"
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("Llama 2, 3"),

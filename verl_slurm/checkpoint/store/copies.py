@@ -13,7 +13,7 @@ Places are the run's own checkpoints, its tiers, what a node's disk holds, and w
 - every failure is a `TierError` of one line, without secrets in it; time-outs and retries are bounded inside. What
   `source` raises passes through, and no object is made then.
 
-A plug-in is an entry point of the group `verl_slurm.checkpoint.tiers`: a callable that takes the `TierConfig` of `kind:
+A plug-in is an entry point of the group `verl_slurm.tiers`: a callable that takes the `TierConfig` of `kind:
 plugin:NAME` and returns a `CopyPlace`.
 """
 
