@@ -22,10 +22,8 @@ _HEAD = """# What a run survives, and the test that shows it
 For readers who ask whether a run survives a certain fault: what happens → what must hold, and the tests that show it.
 
 The tests use real processes, files and sockets, or a real Slurm. `pytest FILE -k NAME` runs one. Seeds are fixed, and
-printed when a test fails.
-
-Tests after "Slurm:" need the embedded cluster. Those after "soak:" take minutes to hours in `make soak`; others show
-the same at small scale. `python -m tests.scenarios` writes this page.
+printed when a test fails. Tests after "Slurm:" need the embedded cluster. Those after "soak:" take minutes to hours
+(`make soak`). `python -m tests.scenarios` writes this page.
 """
 
 
