@@ -263,7 +263,7 @@ def test_ranks_that_have_to_wait_for_their_service_are_said_once_and_answered(
         ):
             answers = await asyncio.gather(*(sent_and_answered(*way) for _ in range(64)))
         assert ["are in use; further ones wait" in line for line in told] == [True]
-        # A place is free here before the other end has noticed that its connection is over.
+        # The kernel resets some of those that find the port's queue full.
         assert answers == [b"Bearer secret"] * 64
 
     asyncio.run(story())

@@ -106,8 +106,7 @@ async def open_far_end(
         except (OSError, VerlSlurmError, asyncio.CancelledError):
             _reset(writer)
 
-    # A near end takes a new connection as soon as it has closed one, which this end may not have noticed yet.
-    return await serve_proven(host, key, attempt, nodes * 2 * MOST_CONNECTIONS, on_peer)
+    return await serve_proven(host, key, attempt, nodes * MOST_CONNECTIONS, on_peer)
 
 
 async def _carry(one: Streams, other: Streams) -> None:
