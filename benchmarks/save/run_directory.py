@@ -27,6 +27,7 @@ def all_domains(work: Workload, critic: Tensor) -> dict[str, dict[str, Tensor]]:
 
 def make_saver(root: Path, work: Workload, second: Path | None = None) -> CheckpointSaver:
     """A saver that writes into the run directory `root`, and to `second` as to a node's own disk. Collective."""
+    root.mkdir(mode=0o700, exist_ok=True)
     schema = current_schema()
     provenance = Provenance(
         run_id=run_id(RunPaths(root)),
